@@ -75,20 +75,21 @@ def run(log: Logger, supervisor: int) -> None:
         except ImportError as err:
             raise ConfigError(f"{err}; the gateway needs: {pip_install('gateway')}") from err
 
-        async def serve() -> bool:
-            """Return True if another role of this broker has ended it."""
+        async def serve() -> None:
             gateway = Gateway(settings, page, log)
             if settings.shard:
                 await gateway.follow()
             if not gateway.stopping.is_set():
                 await gateway.run()
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if gateway.has_left else ())
-            return gateway.has_left and not gateway.stopping.is_set()
+            if gateway.has_left and not gateway.stopping.is_set():
+                # Within the loop: to end it would wait for threads, and let tasks answer clients once more.
+                log.info("role_left")
+                page.leave_role("gateway")
+                more = [] if AGAIN in sys.argv else [AGAIN]
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *more])
 
-        if asyncio.run(serve()):
-            log.info("role_left")
-            more = [] if AGAIN in sys.argv else [AGAIN]
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *more])
+        asyncio.run(serve())
     except Exception as err:
         exit_code = exit_code_of(err)
         raise

@@ -1,24 +1,26 @@
-"""Who may do what over HTTP: browsers, tokens and roles (kmq/access/roles.py), the console, and who changed what.
+"""Access over HTTP: checks of browsers, tokens and roles (kmq/access/roles.py), the console's rules, and the admin log.
+
+    POST /api/… with `Origin: http://evil.example`    → refused as cross_site
 
 Browsers    A page of any site can make a browser on this machine, or in this network, send requests here
             (docs/decisions/browsers.md). Two tricks matter. With DNS rebinding the page's own name leads to this
             broker, so the browser takes both for one site and lets the page read the answers. With cross-site requests
-            the page cannot read the answers, and what the request did is done. So requests that a browser sends for
-            somebody else are refused:
+            the page cannot read the answers, but the request has its effect. So requests that a browser sends for
+            another site are refused:
             Host must be a name of this broker: localhost, an address, the names in KMQ_HOST, KMQ_TLS_HOST,
-            KMQ_CONSOLE_HOSTS. It is checked where a browser shows itself by a header. Where no token is required, every
-            request over loopback is checked whose host has a dot in it, as any name has that somebody could rebind.
-            Origin must be this very host and port. Sec-Fetch-Site must not name another site, except to open a page.
-            A browser that shows neither of these headers, as over plain HTTP to an address, changes nothing, except
-            from a page of this very host (Referer).
+            KMQ_CONSOLE_HOSTS. It is checked if a header shows that a browser sent the request. If no token is required,
+            it is also checked for every request over loopback whose host has a dot, because such a name can be rebound.
+            Origin must be exactly this host and port. Sec-Fetch-Site must not name another site, except to open a page.
+            A browser that sends neither of these headers, as over plain HTTP to an address, changes nothing, except
+            from a page of exactly this host (Referer).
             Without these headers a program is served under whatever name it reached the gateway.
 Open        /healthz and /readyz, because kubelets send no token; the files of the console, because a browser sends none
             with the address that a user typed. They show nothing of what is stored.
 Console     Without KMQ_TOKENS its paths are served to this machine only and change nothing, unless KMQ_CONSOLE says
-            otherwise; what a proxy passes on is not from this machine, wherever the proxy runs. What programs do
-            without tokens over the other paths is as it was.
-Log         What an admin does over HTTP is a log line and an event of the console: what, who, from where. So is what
-            failed (5xx), because it may be done in part.
+            otherwise. A request passed on by a proxy is not from this machine, wherever the proxy runs. Programs
+            without tokens may use the other paths as before.
+Log         An admin's action over HTTP is a log line and an event of the console: what, who, from where. So is an
+            action that failed (5xx), because part of it may be done.
 """
 
 import re
@@ -44,9 +46,9 @@ from kmq.logfmt import Logger
 
 # --- browsers --------------------------------------------------------------------------------------------------------
 
-_PAGES = re.compile(r"/|/pages|/docs|/console/[a-z0-9-]+\.md")  # what a link of another site may lead to
+_PAGES = re.compile(r"/|/pages|/docs|/console/[a-z0-9-]+\.md")  # a link of another site may open these
 _ORIGIN, _SITE = "Origin", "Sec-Fetch-Site"
-_SIGNS = (_ORIGIN, _SITE, "Referer", "Cookie")  # headers that hardly any program sends
+_SIGNS = (_ORIGIN, _SITE, "Referer", "Cookie")  # headers that few programs send
 _SAFE = ("GET", "HEAD")
 _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^\s:/?#@\\\[\]]+))(?::\d{1,5})?")
 
@@ -54,7 +56,7 @@ Headers = CIMultiDictProxy[str]
 
 
 def names_of(settings: Settings) -> set[str]:
-    """Return the names of this broker that the settings say."""
+    """Return the names of this broker according to the settings."""
     given = (settings.host, settings.tls_host, *settings.console_hosts.split(","))
     return {name.strip().lower().rstrip(".") for name in given if name.strip()}
 
@@ -100,7 +102,7 @@ def _is_browser(headers: Headers) -> bool:
 
 
 def _name_of(host: str) -> str | None:
-    """Return the name or address in a Host header; None if it is none."""
+    """Return the name or address in a Host header; None if it is not valid."""
     match = _HOST.fullmatch(host)
     if match is None or (match[1] and ":" not in match[1]):  # in brackets there is an IPv6 address
         return None
@@ -160,7 +162,7 @@ class HttpAccess:
 
     @property
     def middleware(self) -> Any:
-        """Return the middleware that refuses, and that tells handlers who is calling."""
+        """Return the middleware that refuses requests, and tells handlers the caller."""
 
         @web.middleware
         async def guard(request: web.Request, handler: WebHandler) -> web.StreamResponse:
@@ -171,7 +173,7 @@ class HttpAccess:
             except RequestRefused as refused:
                 more = {"WWW-Authenticate": "Bearer"} if refused.code == "unauthorized" else {}
                 return response_of(request, refused, **more)
-            CALLER.set(caller)  # a connection has a task, which serves one request after the other
+            CALLER.set(caller)  # a connection has one task, which serves its requests in turn
             status = 500
             try:
                 response = await handler(request)
@@ -192,7 +194,7 @@ class HttpAccess:
             raise RequestRefused("cross_site", why)
 
     def _caller(self, request: web.Request, operation: Operation | None) -> Caller:
-        """Return who is calling. Raises RequestRefused if it may not do this."""
+        """Return the caller. Raises RequestRefused if it may not do this."""
         act = operation.name if operation is not None else ""
         if act in _CONSOLE and self._settings.console == "off":
             raise RequestRefused("not_found", f"{request.path}: KMQ_CONSOLE=off")

@@ -11,10 +11,11 @@ Limits      At most _MOST connections on each port, _MOST_HTTP on those of HTTP,
             now, without any, and makes room: an honest client asks again. If all connections are being served, the new
             one is refused. A consumer that was admitted (its token was valid, if one is required) makes room only where
             all others were too: it is idle while it works.
+Taken       A port that another program uses is left out, and the others serve. It is retried every few seconds.
 Deadline    KMQ_LINE_DEADLINE limits a handshake, the time until the next request is whole, and the reading of a
             response.
-Memory      Large answers have a budget of their own (core/answers.py). What clients have not read of the others is at
-            most _UNREAD_BYTES in all connections together; beyond that the connection that holds most is closed.
+Memory      Large answers have a budget of their own (core/answers.py). Unread bytes of other answers are at most
+            _UNREAD_BYTES in all connections together. Above that the connection that holds most is closed.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ import contextlib
 import errno
 import os
 import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from secrets import token_hex
@@ -34,7 +36,7 @@ from aiohttp import web
 from kmq import files
 from kmq.access.tokens import Tokens
 from kmq.broker.door import CONSUMERS, HTTP, OTHER, Door, FollowerDoors
-from kmq.broker.ports import cannot_listen, listening
+from kmq.broker.ports import GATEWAY_DOORS, cannot_listen, is_taken, listening, number_of
 from kmq.broker.stats import Row, Strangers
 from kmq.broker.tls import Certificates
 from kmq.config.settings import Settings
@@ -58,8 +60,10 @@ _UNREAD_BYTES = 32 * MIB
 _BACKLOG = 1024
 _CONSUMERS_S = 1.0
 _BATCH = 64  # connections accepted in a row before the event loop continues
+_OPEN_AGAIN_S = 2.0  # until a port of another program is retried
 _PAUSE_S = 0.2  # after running out of descriptors, before the next accept
 _LONGEST_HANDSHAKE_S = 60.0
+_RESET = struct.pack("ii", 1, 0)
 
 
 def _most_connections(settings: Settings, most: int) -> int:
@@ -83,12 +87,14 @@ class Doors:
         self._strangers, self._deadline_s = strangers, settings.line_deadline
         self._handshake_s = min(settings.line_deadline, _LONGEST_HANDSHAKE_S)
         self._most = _most_connections(settings, _MOST)
+        self.closed: dict[str, Callable[[], int]] = {}  # ports that another program uses: name → what opens it
+        self._open_at = 0.0  # when they are retried
         self._doors: dict[socket.socket, int] = {}  # listening socket → connections at most
         self._shaking: dict[asyncio.Task[None], str] = {}  # TLS handshakes: task → peer, the oldest first
         self._plain: dict[asyncio.Task[None], str] = {}  # accepted without TLS: these tasks end in a moment
         self._open: dict[Any, _Open] = {}  # by handler: aiohttp's, or the relay of a gRPC connection
         self._consumers: dict[Any, _Open] = {}  # by handler: ClientConnection. There are many, and few need a look
-        self._served: set[Any] = set()  # handlers whose request is being worked on
+        self._served: set[Any] = set()  # handlers whose request is being served
         self._consumers_at = 0.0  # when consumers are looked at next
         self._waiting: dict[Any, float] = {}  # the other HTTP handlers → since when they have been seen idle
 
@@ -119,6 +125,22 @@ class Doors:
         loop = asyncio.get_running_loop()
         loop.add_reader(door, self._accept, door, server, context)
 
+    def open_closed(self, now: float) -> dict[str, int]:
+        """Retry ports that another program used. Returns those that are open now, name → number."""
+        if not self.closed or now < self._open_at:
+            return {}
+        self._open_at, opened = now + _OPEN_AGAIN_S, dict[str, int]()
+        for name, open_door in [*self.closed.items()]:
+            with contextlib.suppress(OSError):
+                opened[name] = open_door()
+                del self.closed[name]
+        return opened
+
+    @property
+    def closed_mask(self) -> int:
+        """Return the closed ports as the stats page shows them."""
+        return sum(1 << GATEWAY_DOORS.index(name) for name in self.closed)
+
     def close(self) -> None:
         """Accept no more connections; open connections stay."""
         for door in self._doors:
@@ -127,6 +149,13 @@ class Doors:
         self._doors.clear()
         for task in self._shaking:
             task.cancel()
+
+    def reset_on_close(self) -> None:
+        """Make the end of every open connection a reset, because an orderly end could look like a complete answer."""
+        for connection in (*self._open.values(), *self._consumers.values()):
+            sock = connection.transport.get_extra_info("socket")
+            if sock is not None and sock.fileno() >= 0:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
 
     def _accept(self, door: socket.socket, server: Any, context: SSLContext | None) -> None:
         loop = asyncio.get_running_loop()
@@ -226,7 +255,7 @@ class Doors:
 
     def _end(self, handler: Any) -> None:
         handler.force_close()
-        if not isinstance(handler, ClientConnection):  # which does it itself, once its sendfile has ended
+        if not isinstance(handler, ClientConnection):  # it does this itself, once its sendfile has ended
             self._open[handler].transport.abort()
 
     def sweep(self) -> None:
@@ -353,7 +382,7 @@ def grpc_server(
 
 
 class DoorServers(NamedTuple):
-    """What the ports lead to: gRPC's server, aiohttp's for HTTP and for metrics, factories of protocols for lines."""
+    """What serves the ports: gRPC's server, aiohttp's for HTTP and for metrics, factories of protocols for lines."""
 
     grpc: Any
     http: Any
@@ -366,7 +395,11 @@ class DoorServers(NamedTuple):
 def listen(
     servers: DoorServers, calls: Calls, doors: Doors, settings: Settings, certificates: Certificates | None
 ) -> dict[str, int]:
-    """Open all ports. Returns name → port number. Call inside the event loop. Raises KmqError."""
+    """Open all ports. Returns name → port number of those that are open. Call inside the event loop.
+
+    A port that another program uses is in `doors.closed`. Raises KmqError for an error of all ports, such as an
+    address.
+    """
     host, opened = settings.host, dict[str, int]()
     most, consumers = _most_connections(settings, _MOST_HTTP), _most_connections(settings, _MOST_CONSUMERS)
 
@@ -374,7 +407,7 @@ def listen(
         return HttpConnection(servers.http())
 
     def listen_at(name: str, host: str, server: Any, context: SSLContext | None = None, most: int = 0) -> None:
-        opened[name] = _listen_at(doors, settings, name, host, server, context, most)
+        opened.update(_listen_at(doors, settings, name, host, server, context, most))
 
     listen_at("grpc", host, _front(calls, servers.grpc.add_insecure_port))
     listen_at("http", host, connection, most=most)
@@ -398,7 +431,7 @@ def listen_metrics(server: Any, doors: Doors, settings: Settings) -> dict[str, i
     """Open the separate port for metrics and health, if the settings name one."""
     if not settings.own_host:
         return {}
-    return {"metrics": _listen_at(doors, settings, "metrics", settings.own_host, server)}
+    return _listen_at(doors, settings, "metrics", settings.own_host, server)
 
 
 def _listen_at(
@@ -409,29 +442,39 @@ def _listen_at(
     server: Any,
     context: SSLContext | None = None,
     most: int = 0,
-) -> int:
-    port = _number(settings, name)
+) -> dict[str, int]:
+    """Return name → number of a port if it is open. Raises KmqError."""
+    port, file = number_of(settings, name), f"{settings.pipes}/{name}.port"
+
+    def serve(found: list[socket.socket]) -> int:  # a name may stand for several addresses
+        number: int = found[0].getsockname()[1]
+        try:
+            replace_file(file, b"%d\n" % number)
+        except OSError:  # a full disk is no fault of the port: it must be free for the next try
+            for door in found:
+                door.close()
+            raise
+        for door in found:
+            doors.serve(door, server, context, most)
+        return number
+
     try:
-        found = listening(host, port)  # a name may stand for several addresses
+        found = listening(host, port)
     except OSError as err:
-        raise cannot_listen(f"KMQ_{name.upper()}_PORT", host, port, err) from err
-    for door in found:
-        doors.serve(door, server, context, most)
-    number: int = found[0].getsockname()[1]
-    replace_file(f"{settings.pipes}/{name}.port", b"%d\n" % number)
-    return number
-
-
-def _number(settings: Settings, name: str) -> int:
-    """Return the port of a listener, as the settings say; 0: any."""
-    number: int = settings.kafka_number if name == "kafka" else getattr(settings, f"{name}_port")
-    return number
+        if not is_taken(err):
+            raise cannot_listen(f"KMQ_{name.upper()}_PORT", host, port, err) from err
+    else:
+        return {name: serve(found)}
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(file)  # of an earlier life: a client would find another program there
+    doors.closed[name] = lambda: serve(listening(host, port))
+    return {}
 
 
 def follower_doors(
-    settings: Settings, row: Row, log: Logger, leader: Callable[[], dict[str, str]], has_kafka: bool = False
+    settings: Settings, row: Row, log: Logger, leader: Callable[[], dict[str, str] | None], has_kafka: bool = False
 ) -> FollowerDoors:
-    """Open the ports for clients, and pass what comes there to the broker that leads the shard. Raises KmqError."""
+    """Open the ports for clients, and pass connections on to the leader of the shard. Raises KmqError."""
     speaks = {"http": HTTP, "egress": CONSUMERS, "status": OTHER, "grpc": OTHER} | (
         {"kafka": OTHER} if has_kafka else {}
     )
@@ -440,11 +483,11 @@ def follower_doors(
         names += [(name, settings.tls_host) for name in ("https", "grpcs", "egress_tls")]
         names += [("kafka_tls", settings.tls_host)] if has_kafka else []
     doors = [
-        Door(name, f"KMQ_{name.upper()}_PORT", host, _number(settings, name), speaks.get(name, OTHER))
+        Door(name, f"KMQ_{name.upper()}_PORT", host, number_of(settings, name), speaks.get(name, OTHER))
         for name, host in names
     ]
     most = max(1, min(settings.connections, _MOST_CONSUMERS, files.claim() // 4))
-    found = FollowerDoors(doors, most, leader, row, log)
+    found = FollowerDoors(doors, most, leader, row, log, dead_s=settings.session_ttl + settings.replica_lag)
     found.write_ports(settings.pipes)
     return found
 

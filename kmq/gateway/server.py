@@ -5,6 +5,9 @@ Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port, grpc.
             KMQ_METRICS_HOST metrics.port.
 End         SIGTERM: no new requests. Requests already accepted get their replies, streams end with UNAVAILABLE, so
             that their clients resume elsewhere or later; then exit 0. A second signal ends it at once.
+Role        In a shard it serves while its broker leads with open doors. Otherwise it resets every connection, and
+            begins anew in place (__main__.py). Clients send unanswered requests again to the new leader. It writes only
+            through the ingress of its own epoch (core/ingress.py).
 """
 
 import asyncio
@@ -22,16 +25,19 @@ from grpc_reflection.v1alpha import reflection
 
 from kmq.access.tokens import open_tokens
 from kmq.broker.overview import VerdictChanges
+from kmq.broker.ports import number_of
 from kmq.broker.stats import STATES, Incidents, StatsPage, Strangers
 from kmq.broker.tls import certificates
 from kmq.config.settings import DRAIN_S, Settings
 from kmq.errors import ConfigError, pip_install
 from kmq.gateway.access import HttpAccess
 from kmq.gateway.console.overview import ConsoleOverview
+from kmq.gateway.core import ingress
 from kmq.gateway.core.compactor import keep_compacted
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.finding import SeqFinder
 from kmq.gateway.core.metrics import Requests
+from kmq.gateway.core.trends import Trends
 from kmq.gateway.groups.admin import GroupAdmin, StalledGroups
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import OffsetKeeper, OffsetStore
@@ -51,7 +57,9 @@ from kmq.links.role import FOLLOWING, LEADING, STARTING, RolePage
 from kmq.logfmt import Logger
 
 _CHECK_S = 0.5  # between two checks of the broker; also the heartbeat
+_ROLE_S = 0.05  # in a shard: between two looks at whether this broker still leads
 _REPORT_S = 1.0  # between two log lines of one event
+_NOTED = ("kafka_not_read", "letter_stored", "library", "request_failed")  # not refusals
 _SERVICES = (PODBUS.service, KMQ.service)
 
 
@@ -90,7 +98,8 @@ class Gateway:
         self.groups = Groups(settings, self.offsets, self.core.partitions, log)
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log, self.groups.is_alive, self.groups.forgotten)
         self.admin = GroupAdmin(self.groups, self.core.partitions, self.core.fetching)
-        self.stalled = StalledGroups(self.row, self.groups, self.admin, settings.group_stalled)
+        self.trends = Trends(page, settings)
+        self.stalled = StalledGroups(page, self.groups, self.admin, settings.group_stalled, log)
         self.requests = Requests(self.admin.lags)
         self.consumers = Consumers(
             settings,
@@ -148,7 +157,7 @@ class Gateway:
     @property
     def has_left(self) -> bool:
         """Return True if the role in which it serves is over."""
-        return self.role is not None and self.role.generation != self.generation
+        return self.role is not None and (self.role.generation != self.generation or not self.role.leads)
 
     async def follow(self) -> None:
         """In a shard, pass clients to the leader until this broker leads, or a signal arrives. Health is our own."""
@@ -160,6 +169,7 @@ class Gateway:
         opened = passing.ports | listen_metrics(metrics.server, self.doors, self.settings)
         self.row.port, self.row.kafka_port = opened["http"], opened.get("kafka", 0)
         self.log.info("doors_passed_on", **{f"{name}_port": port for name, port in sorted(opened.items())})
+        trends = asyncio.ensure_future(self.trends.run())
         serving = asyncio.ensure_future(asyncio.to_thread(passing.serve, self._leads_or_ends))
         while not serving.done():
             await asyncio.wait((serving,), timeout=_CHECK_S)
@@ -167,21 +177,23 @@ class Gateway:
             await self.core.answers.tidy()
             self.incidents.say()
             self.changes.follow(self.broker.verdict(), time.monotonic())
+        trends.cancel()
         self.doors.close()
         await metrics.cleanup()
-        await serving  # raises what it has ended with
+        await serving  # raises the error that ended it
         if self.stopping.is_set():
             await self.core.close()
 
-    def _leader(self) -> dict[str, str]:
+    def _leader(self) -> dict[str, str] | None:
         return self.role.leader if self.role is not None else {}
 
     def _leads_or_ends(self) -> bool:
         """Return True once this broker leads, or a signal has come; else write a heartbeat."""
         self.role = RolePage.find(self.settings.instance, self.page.data_id, self.role)
         role = self.role.read() if self.role is not None else None
-        if role is not None and role.role == LEADING:
+        if self.role is not None and role is not None and role.role == LEADING and self.role.leads:
             self.generation, self.groups.epoch = role.generation, role.epoch
+            ingress.serve_in(role.epoch)
             return True
         self._state("following" if role is not None and role.role in (FOLLOWING, STARTING) else "unled")
         self.page.keep_in_place("gateway")
@@ -203,7 +215,7 @@ class Gateway:
         reflection.enable_server_reflection((*_SERVICES, HEALTH, reflection.SERVICE_NAME), server)
         runner = await self._runner(application(self.core, self.groups, self.requests, self.overview))
         metrics = await self._runner(monitoring(self.broker, self.requests, self.core.answers))
-        loops = [loop.run() for loop in (self.keeper, self.overview, self.stalled)] + [self._run_groups()]
+        loops = [loop.run() for loop in (self.keeper, self.overview, self.stalled, self.trends)] + [self._run_groups()]
         if self.transactions is not None:
             loops.append(self.transactions.run())
         keeping = asyncio.gather(keep_compacted(self.settings, self.log), *loops)
@@ -211,55 +223,74 @@ class Gateway:
             servers = DoorServers(server, runner.server, metrics.server, self.lines, self.status, self.kafka)
             ports = listen(servers, self.calls, self.doors, self.settings, self.certificates)
             await server.start()
-            self.row.port, self.row.kafka_port = ports["http"], ports.get("kafka", 0)
+            self.row.port, self.row.kafka_port = ports.get("http", 0), ports.get("kafka", 0)
+            self._say_closed()
             opened = {f"{name}_port": port for name, port in sorted(ports.items())}
             self.log.info("ready", pid=os.getpid(), host=self.settings.host, **opened)
-            # Libraries and doors live as long as the process: to walk them takes the garbage collector 20 ms and more.
+            # Libraries and doors live as long as the process, and the garbage collector would take 20 ms and more to
+            # walk them.
             gc.collect()
             gc.freeze()
             await self._watch(keeping)
         finally:
-            self._state("draining")
-            self.doors.close()
-            self.core.stop()
-            self.bus.stop()
-            self.kmq.stop()
-            self.lines.stop()
-            self.status.stop()
-            if self.kafka is not None:
-                self.kafka.stop()
-            self.health.stop()
-            grace_s = 0.0 if self.has_left else DRAIN_S / 2  # another broker leads: nothing is answered here any more
-            await asyncio.gather(server.stop(grace_s), runner.cleanup(), metrics.cleanup())
-            await self.calls.drain()
-            await self.lines.drain()
-            if self.kafka is not None:
-                await self.kafka.drain()
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
-            await self.redelivery.close()
-            await self.offsets.close()
-            await self.bus.close()
-            self.consumers.close()
-            self.overview.close()
-            await self.core.close()
-            self.incidents.say()
+            if self.has_left:
+                self._leave(keeping)
+            else:
+                await self._drain(server, runner, metrics, keeping)
+
+    def _leave(self, keeping: asyncio.Future[Any]) -> None:
+        """End every connection at once: another broker may lead, so nothing more is answered or written here."""
+        self._state("unled")
+        keeping.cancel()
+        self.doors.close()
+        self.doors.reset_on_close()
+        self.incidents.say()
+
+    async def _drain(self, server: Any, runner: Any, metrics: Any, keeping: asyncio.Future[Any]) -> None:
+        """End in order: requests that were accepted get their replies."""
+        self._state("draining")
+        self.doors.close()
+        self.core.stop()
+        self.bus.stop()
+        self.kmq.stop()
+        self.lines.stop()
+        self.status.stop()
+        if self.kafka is not None:
+            self.kafka.stop()
+        self.health.stop()
+        await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup(), metrics.cleanup())
+        await self.calls.drain()
+        await self.lines.drain()
+        if self.kafka is not None:
+            await self.kafka.drain()
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await self.redelivery.close()
+        await self.offsets.close()
+        await self.bus.close()
+        self.consumers.close()
+        self.overview.close()
+        await self.core.close()
+        self.incidents.say()
 
     async def _run_groups(self) -> None:
-        """Serve groups, once what transactions of the last life have decided is written: offsets are a part of it."""
+        """Serve groups, once the decided transactions of the last life are written: they contain offsets."""
         if self.transactions is not None:
             await self.transactions.may_serve_groups.wait()
         await self.groups.run()
 
     def _warn(self, event: str, **fields: object) -> None:
-        """Log what strangers have caused, and tell the console."""
+        """Log an event caused by clients, and tell the console."""
         self.log.warn(event, **fields)
-        self.overview.events.refused(
-            event, int(str(fields.get("count", 1))), str(fields.get("peer", "")), str(fields.get("reason", ""))
+        count, peer, reason = (
+            int(str(fields.get("count", 1))),
+            str(fields.get("peer", "")),
+            str(fields.get("reason", "")),
         )
+        self.overview.events.count("noted" if event in _NOTED else "refused", event, count, peer, reason)
 
     async def _runner(self, app: web.Application) -> web.AppRunner:
-        """Return the runner of `app`, which counts connections and knows who may do what."""
+        """Return the runner of `app`, which counts connections and checks access."""
         app.middlewares.append(self.doors.middleware)
         app.middlewares.append(self.access.middleware)
         runner = web.AppRunner(app, **request.RUNNER, access_log=None, shutdown_timeout=DRAIN_S / 2)
@@ -269,16 +300,16 @@ class Gateway:
     async def _watch(self, keeping: asyncio.Future[Any]) -> None:
         """Keep up the heartbeat and the health status until a signal comes.
 
-        Raises what has ended `keeping`: groups that nobody moves would keep their members waiting for ever.
+        Raises the error that ended `keeping`: without it members of groups would wait for ever.
         """
         report_at = 0.0
         while not self.stopping.is_set():
+            if self.has_left:
+                return
             if keeping.done():
                 await keeping
             self._state("ready" if self.offsets.is_loaded else "recovering")
             self.page.keep_in_place("gateway")
-            if self.has_left:
-                return
             self.doors.sweep()
             self.calls.sweep()
             await self.core.answers.tidy()
@@ -289,15 +320,39 @@ class Gateway:
             if time.monotonic() >= report_at:
                 report_at = time.monotonic() + _REPORT_S
                 self.incidents.say()
+                self._open_closed()
                 if self.certificates is not None:
                     self.certificates.look()
             verdict = self.broker.verdict()
             for service in ("", *_SERVICES):
                 self.health.set(service, verdict.ready)
             self.changes.follow(verdict, time.monotonic())
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Wait until the next check is due, or until a signal comes, or the role is over."""
+        until, step_s = time.monotonic() + _CHECK_S, _CHECK_S if self.role is None else _ROLE_S
+        while not (self.has_left or self.stopping.is_set()) and (left_s := until - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CHECK_S):
+                async with asyncio.timeout(min(step_s, left_s)):
                     await self.stopping.wait()
+
+    def _say_closed(self) -> None:
+        """Log which ports another program uses."""
+        self.row.doors_closed = self.doors.closed_mask
+        for name in self.doors.closed:
+            setting, port = f"KMQ_{name.upper()}_PORT", number_of(self.settings, name)
+            self.log.warn("door_closed", setting=setting, port=port, effect="the other ports serve; it is tried again")
+
+    def _open_closed(self) -> None:
+        """Open ports that other programs have released."""
+        for name, port in self.doors.open_closed(time.monotonic()).items():
+            self.log.info("door_opened", setting=f"KMQ_{name.upper()}_PORT", port=port)
+            if name == "http":
+                self.row.port = port
+            elif name == "kafka":
+                self.row.kafka_port = port
+        self.row.doors_closed = self.doors.closed_mask
 
     def _state(self, name: str) -> None:
         self.row.state = STATES.index(name)

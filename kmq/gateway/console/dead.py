@@ -1,9 +1,9 @@
 """Dead letters for people: grouped by reason, and sent back.
 
-Bounds      The newest _SCANNED letters are grouped, for at most _SCAN_S; of the examples at most _HELD_BYTES are held, and
-            as many shown as an answer has room for: a group may have none. A replay ends after _REPLAY_S or at its limit,
-            and says if letters are left: the same replay again goes on with them, because the limit counts only letters
-            that had not gone back.
+Bounds      The newest _SCANNED letters are grouped, for at most _SCAN_S. At most _HELD_BYTES of examples are held, and
+            as many are shown as an answer has room for, so a reason may have none. A replay ends after _REPLAY_S or at
+            its limit, and says if letters are left. The same replay again continues with them, because the limit counts
+            only letters that had not gone back.
             One replay at a time.
 """
 
@@ -19,7 +19,8 @@ from kmq.gateway.console.messages import ANSWER_BYTES, shown, told, weight
 from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.partitions import Partition, Partitions
 from kmq.log.damage import DamageError
-from kmq.message.letters import DLQ, is_dead_letters, parse_letter, why_dead
+from kmq.message.letters import is_dead_letters, parse_letter, why_dead
+from kmq.message.record import DLQ
 
 _SCANNED, _SCAN_S, _REPLAY_S = 20_000, 2.0, 50.0
 _EXAMPLES, _REASONS, _REASON = 5, 200, 200
@@ -39,7 +40,7 @@ class DeadLetters:
         self._replaying = Lock()
 
     def topic_of(self, name: str) -> str:
-        """Return the topic of letters that is meant, by its own or its origin's name. Raises RequestRefused."""
+        """Return the topic of letters, given its own or its origin's name. Raises RequestRefused."""
         try:
             self._partitions.count(f"{name}{DLQ}")
         except RequestRefused:
@@ -83,7 +84,7 @@ class DeadLetters:
         }
 
     def replay(self, name: str, filters: Sequence[str], rate: float, most: int, dry_run: bool) -> dict[str, Any]:
-        """Send letters back to where they came from, or count them. Returns what JSON shows."""
+        """Send letters back to their topics, or only count them. Returns the result for JSON."""
         topic = self.topic_of(name)
         try:
             chosen = Selection.of_letters(
@@ -99,7 +100,7 @@ class DeadLetters:
             self._replaying.release()
 
     def _replay(self, topic: str, chosen: Selection, rate: float, dry_run: bool) -> dict[str, Any]:
-        total = repeated = 0
+        total, sent = 0, redrive.SentRecords(0, 0, [])
 
         def counted() -> Iterator[tuple[StoredRecord, bytes]]:
             nonlocal total
@@ -107,7 +108,7 @@ class DeadLetters:
                 for pair in chosen:
                     yield pair
                     total += 1
-            except _Over:  # what was yielded is still sent and counted
+            except _Over:  # letters yielded before are still sent and counted
                 pass
 
         if dry_run:
@@ -115,21 +116,26 @@ class DeadLetters:
                 pass
         else:
             try:
-                repeated = redrive.send(to_send(counted(), self._data), rate)
+                sent = redrive.send(to_send(counted(), self._data), rate)
             except KmqError as err:
                 raise RequestRefused("not_answered", f"after {total} letters: {err}; the same replay goes on") from err
         return {
             "dryRun": dry_run,
             "topic": topic,
-            "would_replay" if dry_run else "replayed": total - repeated,
-            "repeated": chosen.before + repeated,  # another replay may have sent some at the same time
-            "stayed": chosen.stayed,
+            "would_replay" if dry_run else "replayed": total - sent.repeated - sent.refused,
+            "repeated": chosen.before + sent.repeated,  # another replay may have sent some at the same time
+            "stayed": chosen.stayed | {f"refused: {each}": 1 for each in sent.named} | _unnamed(sent),
             "strangers": chosen.strangers,
             "complete": chosen.is_complete,
         }
 
     def _open(self, topic: str) -> list[Partition]:
         return [self._partitions.open(topic, number) for number in range(self._partitions.count(topic))]
+
+
+def _unnamed(sent: redrive.SentRecords) -> dict[str, int]:
+    more = sent.refused - len(sent.named)
+    return {"refused, and not named": more} if more else {}
 
 
 def _count(found: dict[str, dict[str, Any]], reason: str, message: Any, room: int) -> int:
@@ -147,7 +153,7 @@ def _count(found: dict[str, dict[str, Any]], reason: str, message: Any, room: in
 
 
 def _show_examples(groups: list[dict[str, Any]]) -> None:
-    """Make examples what JSON shows, the newest of each group first, until the answer is full."""
+    """Convert examples for JSON, the newest of each group first, until the answer is full."""
     size = 0
     for row in groups:
         rows: list[dict[str, Any]] = []

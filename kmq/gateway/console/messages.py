@@ -1,18 +1,18 @@
 """Messages for people: the newest, from a place on, searched, or followed live, with the line beside the decoded value.
 
-Invariant   A value or line over MOST_SHOWN bytes is cut, and the message says so. Damage never hides what is good in
-            front of it: it is told beside the messages, with the place to go on at.
-            What is left out of a message for its size makes it `truncated`, headers too.
-            Of the newest each request shows something or gets some way, however late it is: `before` falls, past a gap of
-            compaction too, which has no seq to go on at.
-Bounds      At most ANSWER_BYTES of JSON, or one message, and some _HELD_BYTES while it is made, of however many
-            partitions and however large messages: backwards besides these one window, of some _WINDOW_BYTES. A search
-            takes _SCAN_S and some _SCANNED records: backwards in all, onward of each partition. Without a search it
-            takes _READ_S. The answer says how many records were looked at, of how many, and where to go on: `before` a
-            seq, or at the `next` offsets.
-Following   shows a sample of what arrives, and how large a share of it the sample is: at most _LINES_S lines and
-            _ROWS_S messages a second, however fast the topic grows. Records are counted by offsets and skipped by the
-            index, so a topic of any speed costs the same. A slow reader gets fewer lines, and nothing is kept for it.
+Invariant   A value or line over MOST_SHOWN bytes is cut, and the message says so. Damage never hides good messages
+            before it: it is reported beside the messages, with the place at which to continue.
+            If any part of a message is left out for its size, even headers, the message is `truncated`.
+            Each request for the newest messages shows some or moves on, however late it is: `before` falls, even past a
+            gap left by compaction, which has no seq to continue at.
+Bounds      At most ANSWER_BYTES of JSON, or one message, and about _HELD_BYTES while it is made, whatever the number of
+            partitions and the size of messages. Backwards also one window of about _WINDOW_BYTES. A search
+            takes _SCAN_S and about _SCANNED records: backwards in all, forwards of each partition. Without a search it
+            takes _READ_S. The answer says how many records were looked at, of how many, and where to continue: `before`
+            a seq, or at the `next` offsets.
+Following   shows a sample of new messages, and its share of all: at most _LINES_S lines and _ROWS_S messages a second,
+            however fast the topic grows. Records are counted by offsets and skipped by the index, so a topic of any
+            speed costs the same. A slow reader gets fewer lines, and nothing is kept for it.
 """
 
 import json
@@ -44,7 +44,7 @@ _LATEST, _ANY_SEQ = Position("latest"), 1 << 63
 
 
 class Wanted(NamedTuple):
-    """What is asked for. `at`: where to begin; `latest` means the last `limit` messages, of those with seqs below `before`.
+    """A request. `at`: where to begin; `latest` means the last `limit` messages, of those with seqs below `before`.
 
     `key`, `value` and `header` are a search: only that key; values that contain this; a header's name, and its value
     unless that is None.
@@ -69,7 +69,7 @@ class Wanted(NamedTuple):
         return (self.key, self.value, self.header) != (None, None, None)
 
     def accepts(self, message: Message) -> bool:
-        """Return True if the message has what is searched for."""
+        """Return True if the message matches the search."""
         if self.key is not None and message.key != self.key:
             return False
         if self.value is not None and self.value not in (message.value or b""):
@@ -103,12 +103,12 @@ def shown(message: Message) -> dict[str, Any]:
 
 
 def weight(row: dict[str, Any]) -> int:
-    """Return how many bytes of JSON a shown message is: a control character is six, in whatever field it stands."""
+    """Return the size of a shown message in bytes of JSON. A control character is six bytes, in whatever field."""
     return len(json.dumps(row))
 
 
 def _headers(message: Message) -> tuple[list[dict[str, Any]], bool]:
-    """Return headers as JSON shows them, and True if some are cut or left out, which are not even decoded."""
+    """Return headers for JSON, and True if some are cut or left out. Those left out are not decoded."""
     rows: list[dict[str, Any]] = []
     room, are_cut = MOST_SHOWN, False
     for name, content in message.each_header(_HEADER_BYTES):
@@ -132,7 +132,7 @@ def _text(content: bytes | None) -> tuple[str | None, str]:
         return None, "text"
     cut = content[:MOST_SHOWN]
     for end in range(len(cut), max(-1, len(cut) - 4), -1) if len(content) > MOST_SHOWN else (len(cut),):
-        try:  # a cut may go through a character
+        try:  # a cut may split a character
             return cut[:end].decode(), "text"
         except UnicodeDecodeError:
             continue
@@ -140,9 +140,9 @@ def _text(content: bytes | None) -> tuple[str | None, str]:
 
 
 class _Read:
-    """One partition that is read. `offset`: where to go on; backwards, the lowest offset that was looked at.
+    """A partition being read. `offset`: where to continue; backwards, the lowest offset looked at.
 
-    `below`: backwards, what was not looked at has lower seqs than this.
+    `below`: backwards, records not looked at have lower seqs than this.
     """
 
     def __init__(self, partition: Partition, offset: int, end: int, below: int = 0) -> None:
@@ -196,8 +196,8 @@ def _begin(partitions: Partitions, finder: SeqFinder, topic: str, wanted: Wanted
 
 # --- newest first ----------------------------------------------------------------------------------------------------
 # A partition is read backwards in windows. The next window is always of the partition that may have the newest record
-# of those that were not looked at, so what is shown is never older than what is left. What lies below `reached`, the
-# newest seq that is left in any partition, is not shown: the next request finds it again.
+# not looked at, so shown records are never older than those left. Records below `reached`, the newest seq that is left
+# in any partition, are not shown: the next request finds them again.
 
 
 def _last(partition: Partition, before: int | None) -> _Read:
@@ -205,7 +205,7 @@ def _last(partition: Partition, before: int | None) -> _Read:
     end = partition.end()
     offset = end if before is None else min(end, partition.locate(Position("seq", before)))
     below = _ANY_SEQ if before is None else before
-    with suppress(DamageError):  # met again by the first window
+    with suppress(DamageError):  # reported by the first window
         found, _ = next(partition.chunks(max(0, offset - 1), 1), ([], 0))
         if found and found[0].offset < offset:
             below = found[0].seq + 1
@@ -213,20 +213,20 @@ def _last(partition: Partition, before: int | None) -> _Read:
 
 
 def _newest(begun: list[_Read], wanted: Wanted) -> dict[str, Any]:
-    """Return the last messages in order of seq, and the seq before which to go on."""
+    """Return the last messages in order of seq, and the seq before which to continue."""
     began = time.monotonic()
     left = [(-read.below, number) for number, read in enumerate(begun) if read.offset > read.first]
     heapify(left)
     top = -left[0][0] if left else 0
     kept: list[Message] = []
-    floor = count = 0  # nothing older than `floor` has room
+    floor = count = 0  # there is no room for anything older than `floor`
     is_cut = False
-    # Each partition gets a window before the search ends, and a round that it breaks off is less than half of it.
+    # Each partition gets a window before the search ends. An interrupted round is less than half of the search.
     scanned = min(_MOST_WINDOW, _SCANNED // (2 * len(begun)))
     most = max(_WINDOW, scanned if wanted.is_search else wanted.limit)
     while left and (below := -left[0][0]) > floor:
         is_late = time.monotonic() - began > (_SCAN_S if wanted.is_search else _READ_S)
-        if (is_late or (wanted.is_search and count >= _SCANNED)) and below < top:  # each answer gets some way
+        if (is_late or (wanted.is_search and count >= _SCANNED)) and below < top:  # each answer moves on
             break
         read = begun[left[0][1]]
         at = read.offset
@@ -261,7 +261,7 @@ def _looked(read: _Read, reached: int) -> int:
 
 
 def _window(read: _Read, wanted: Wanted, most: int) -> list[Message]:
-    """Return what is wanted of the records in front of `read.offset`, without damaged ones, and move there.
+    """Return matching records before `read.offset`, without damaged ones, and move there.
 
     At most `most` records, or a gap, and about _WINDOW_BYTES of one segment.
     """
@@ -285,7 +285,7 @@ def _window(read: _Read, wanted: Wanted, most: int) -> list[Message]:
             break
         except DamageError as err:
             read.damage, at = err, max(at + 1, err.next_offset)
-    if not count:  # a gap, which has no seq to go on at; or retention has deleted what was there
+    if not count:  # a gap, which has no seq to continue at; or retention deleted the records
         read.first = min(read.end, max(read.first, read.partition.start()))
     read.window = min(_GROWTH * read.window, most if count else _MOST_GAP)
     return found
@@ -295,10 +295,10 @@ def _window(read: _Read, wanted: Wanted, most: int) -> list[Message]:
 
 
 def _onward(begun: list[_Read], wanted: Wanted) -> dict[str, Any]:
-    """Return the next messages in order of seq, and where to go on in each partition."""
+    """Return the next messages in order of seq, and where to continue in each partition."""
     until = time.monotonic() + (_SCAN_S if wanted.is_search else _READ_S)
     found: list[Message] = []
-    left_out: dict[int, int] = {}  # partition → first offset that was found and is not shown
+    left_out: dict[int, int] = {}  # partition → first offset that was found but not shown
     room = max(_CHUNK_BYTES, _HELD_BYTES // max(1, len(begun)))
 
     def leave(out: Sequence[Message]) -> None:
@@ -338,7 +338,7 @@ def _read(read: _Read, wanted: Wanted, room: int, until: float) -> list[Message]
 
 
 def _held(found: list[Message], limit: int, newest_first: bool = False) -> list[Message]:
-    """Put messages in order of seq, and return those at the front that have room: at least one."""
+    """Sort messages by seq, and return as many from the front as there is room for: at least one."""
     found.sort(key=lambda message: message.seq, reverse=newest_first)
     size = count = 0
     for message in found[:limit]:
@@ -384,7 +384,7 @@ _LINE_BYTES = 1 * MIB
 
 
 class _PartitionEnd:
-    """Where one partition was seen last."""
+    """The last known end of one partition."""
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
@@ -425,7 +425,7 @@ class Follower:
     def line(
         self, seen: int = 0, rows: Sequence[dict[str, Any]] = (), damage: DamageError | None = None
     ) -> dict[str, Any]:
-        """Return a line that shows these of `seen` messages."""
+        """Return a line that shows some of `seen` messages."""
         self.seen += seen
         self.shown += len(rows)
         return {
@@ -448,7 +448,7 @@ class Follower:
         return chosen
 
     def _count(self, place: _PartitionEnd) -> int:
-        """Return how many messages a partition has got since the last look, and note them as seen."""
+        """Return how many new messages a partition has since the last look, and note them as seen."""
         place.partition.check()
         now = place.partition.signature()
         if now == place.signature:

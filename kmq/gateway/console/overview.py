@@ -1,14 +1,14 @@
 """The broker as one document for the console: its overview, an hour of it in steps, and how far groups are behind.
 
-Task        `run` looks once a second at the stats page, the links and topics, and every 5 s at groups; at these once a
-            second, too, while somebody asks for the document.
-Invariant   A step of the history that nobody has measured shows null, never the number of another step.
+Task        `run` looks once a second at the stats page, the links and topics, and every 5 s at groups; at groups also
+            once a second while a client asks for the document.
+Invariant   A step of the history that was not measured shows null, never the number of another step.
 Cost        At most _LAGS_AT_ONCE groups and _PLACES partitions a look, in turn, so thousands of groups take several
-            looks. Only for the groups that are shown one record each is read, for its time, and again only when its
-            offset moves. All of it runs in one thread, so the event loop waits for none of it; it and the event loop both
+            looks. One record is read, for its time, only for each group that is shown, and again only when its offset
+            moves. All of this runs in one thread, so the event loop never waits for it. Both it and the event loop
             write and read events.
-Memory      _SLOTS numbers for each series, whose names are fixed, and for each of the _GROUPS groups that were given a
-            series first. A few numbers for each group.
+Memory      _SLOTS numbers for each series, whose names are fixed, and for each of the first _GROUPS groups that got a
+            series. A few numbers for each group.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.topics import UNLIMITED
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offset_table import Partition
+from kmq.gateway.groups.offset_table import Partition, partition_lag
 from kmq.log.damage import DamageError
 
 # --- history ---------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class History:
         return min(_SLOTS, self._step - self._first + 1)
 
     def put(self, values: Mapping[str, float], lags: Mapping[str, float], now: float | None = None) -> None:
-        """Keep the numbers of this step; a name without a number is unknown. `lags`: messages by group."""
+        """Store the numbers of this step. A name without a number is unknown. `lags`: messages by group."""
         step = int((time.monotonic() if now is None else now) / STEP_S)
         for group in lags:
             if group not in self._lags and len(self._lags) < _GROUPS:
@@ -93,7 +93,7 @@ class History:
             series.put(step, lags.get(group, _UNKNOWN))
 
     def forget(self, known: set[str]) -> None:
-        """Forget the groups that are not among `known`, so that others have room."""
+        """Forget groups that are not among `known`, to make room for others."""
         for group in [group for group in self._lags if group not in known]:
             del self._lags[group]
 
@@ -119,12 +119,13 @@ _SHOWN = 20
 
 
 class Asked(NamedTuple):
-    """A group whose lag is to be found: by partition what it has committed; None: nothing there."""
+    """A group to find the lag of: its commit in each partition (None: no commit), and messages to deliver again."""
 
     group: str
     state: str
     members: int
     committed: Mapping[Partition, int | None]
+    waiting: Mapping[Partition, list[int]]
 
 
 class _Lag(NamedTuple):
@@ -151,7 +152,7 @@ class GroupLags:
 
     @property
     def total(self) -> int | None:
-        """Return the messages that all groups together have not committed; None until each was looked at once."""
+        """Return the lag of all groups together; None until each was looked at once."""
         is_known = self._names is not None and self._lags.keys() >= {*self._names}
         return sum(lag.messages for lag in self._lags.values()) if is_known else None
 
@@ -161,7 +162,7 @@ class GroupLags:
         return {name: float(lag.messages) for name, lag in found}
 
     def ask(self) -> list[Asked]:
-        """Return the groups whose turn it is; none until the committed offsets are loaded."""
+        """Return the groups whose turn it is; [] until the committed offsets are loaded."""
         try:
             self._groups.describe("")
         except RequestRefused:
@@ -175,9 +176,11 @@ class GroupLags:
         for name in islice((*self._names[first:], *self._names[:first]), _LAGS_AT_ONCE):
             members, partitions = self._groups.coordinator.read_by(name)
             committed: dict[Partition, int | None] = dict.fromkeys(partitions)
+            committed |= self._groups.deliveries.begun(name)
             committed |= {place: row.offset for place, row in self._groups.committed(name).items()}
             some = dict(islice(committed.items(), room))
-            asked.append(Asked(name, self._groups.coordinator.state(name).value, members, some))
+            waiting = self._groups.store.table.waiting(name)
+            asked.append(Asked(name, self._groups.coordinator.state(name).value, members, some, waiting))
             room -= len(some)
             self._turn = first = first + 1
             if room <= 0:
@@ -190,7 +193,7 @@ class GroupLags:
         for topic, number in {partition for row in asked for partition in row.committed}:
             try:
                 bounds[topic, number] = self._partitions.bounds(topic, number)
-            except (RequestRefused, DamageError, OSError):  # deleted a moment ago; damage is told elsewhere
+            except (RequestRefused, DamageError, OSError):  # just deleted; damage is reported elsewhere
                 bounds[topic, number] = None
         self._lags |= {row.group: _lag_of(row, bounds) for row in asked}
         shown = {lag.oldest for lag in self._shown() if lag.oldest is not None}
@@ -231,9 +234,7 @@ def _lag_of(asked: Asked, bounds: Mapping[Partition, tuple[int, int] | None]) ->
         found = bounds[place]
         if found is None:
             continue
-        start, end = found
-        first = start if offset is None else max(start, offset)
-        lag = max(0, end - first)
+        lag, first = partition_lag(found, offset, asked.waiting.get(place, ()))
         total += lag
         if lag > largest:
             largest, oldest = lag, (place[0], place[1], first)
@@ -243,11 +244,11 @@ def _lag_of(asked: Asked, bounds: Mapping[Partition, tuple[int, int] | None]) ->
 # --- overview --------------------------------------------------------------------------------------------------------
 
 _LOOK_S, _BUDGET_S = 1.0, 0.005  # how often it looks, and for how long at topics
-_YOUNG_S = 0.2  # a document of this age is given again, so many callers cost no more than a few
-_WATCHED_S = 5.0  # so long after a document somebody may ask for the next one
+_YOUNG_S = 0.2  # a document of this age is returned again, so many callers cost little more than one
+_WATCHED_S = 5.0  # for this time after a document another request is expected
 _TOPICS = 20
 TABLE_OPTIONS = ("retentionMs", "cleanupPolicy")  # that the table of topics shows
-_TABLE_S = 0.5  # for topics that nobody has visited since the gateway began: 2,000 of them take about so long
+_TABLE_S = 0.5  # for topics not looked at since the gateway began: 2,000 of them take about this long
 
 
 class ConsoleOverview:

@@ -1,12 +1,14 @@
-"""The memory of answers on their way to clients, over HTTP and gRPC together: one budget.
+"""The memory of answers that are being sent, over HTTP and gRPC together: one budget.
 
-Invariant   A read of records reserves its share before it begins, and keeps what it found until the client has taken it.
-            All shares together are at most the budget, or one answer if a single message is longer.
-Eviction    Where the budget is used up, the answer whose client has kept the gateway waiting for longest ends with its
-            connection, and the new one waits until enough bytes are free: in turn, for at most _LONGEST_WAIT_S.
-Back        Pages that answers leave behind in the heap go back to the system once a burst is over (`tidy`): the C
-            library keeps them otherwise, hundreds of MiB after a crowd of readers that has long gone.
-Not covered What the kernel has taken for a client: its socket buffers are not memory of the gateway.
+    await budget.take(holder, 5 * MIB); read; budget.settle(holder, 3 * MIB); send; budget.release(holder)
+
+Invariant   A read of records reserves its share before it begins, and keeps what it found until the client has taken
+            it. All shares together are at most the budget, or one answer if a single message is longer.
+Eviction    When the budget is used up, the answer ends (with its connection) whose client has kept the gateway waiting
+            longest. The new answer waits until enough bytes are free: in turn, for at most _LONGEST_WAIT_S.
+Back        Free pages of the heap are returned to the system once a burst is over (`tidy`). Otherwise the C library
+            keeps them: hundreds of MiB after a crowd of readers that left long ago.
+Not covered Bytes that the kernel has taken for a client: its socket buffers are not memory of the gateway.
 """
 
 import asyncio
@@ -24,13 +26,13 @@ from kmq.gateway.core.broker import RequestRefused
 ANSWER_BYTES = 64 * MIB  # of all answers together
 COPIES = 4  # of a record on its way out: line, value, message, and its bytes in the answer
 PATIENCE_S = 0.1  # how long a client may keep the gateway waiting before another answer may evict its own
-_BURST_BYTES = 16 * MIB  # held at once: the heap is looked at afterwards
+_BURST_BYTES = 16 * MIB  # held at once: then the heap is checked afterwards
 _LOOK_S = 0.05  # between two looks for a client that has become slow
 _LONGEST_WAIT_S = 5.0  # for bytes of a budget
 
 
 class BudgetHolder:
-    """Whoever has a share of a budget: one answer, or one call of gRPC."""
+    """The holder of a share of a budget: one answer, or one gRPC call."""
 
     def __init__(self) -> None:
         self.since = 0.0  # since when it waits for its client; 0: it does not wait
@@ -42,7 +44,7 @@ class BudgetHolder:
         return self.since > 0 and time.monotonic() - self.since >= seconds
 
     def hold(self, budget: "Budget") -> None:
-        """Note that it has a share of `budget`, to be given back at its end."""
+        """Note that it has a share of `budget`, which it must release at its end."""
         if budget not in self._held:
             self._held.append(budget)
 
@@ -51,7 +53,7 @@ class BudgetHolder:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give back all shares of budgets, because it is over."""
+        """Release all shares of budgets, because it is over."""
         while self._held:
             self._held.pop().release(self)
 
@@ -65,7 +67,7 @@ H = TypeVar("H", bound=BudgetHolder)
 
 
 def longest_waiting(holders: Iterable[H], seconds: float) -> H | None:
-    """Return the one that has waited longest for its client; None if none has waited for `seconds`."""
+    """Return the holder that has waited longest for its client; None if no holder has waited for `seconds`."""
     late = [holder for holder in holders if holder.has_waited(seconds) and not holder.why_ended]
     return min(late, key=lambda holder: holder.since, default=None)
 
@@ -95,7 +97,7 @@ class Budget:
         return not others or others + nbytes <= self.most
 
     async def _make_room(self) -> None:
-        """Evict the slowest, or wait until a share is given back."""
+        """Evict the slowest holder, or wait until a share is released."""
         slow = longest_waiting(self._held, self._patience_s)
         if slow is not None:
             if self._strangers is not None:
@@ -118,12 +120,12 @@ class Budget:
             self._freed.set()
 
     def release(self, holder: BudgetHolder) -> None:
-        """Give back the share of `holder`, if it has one."""
+        """Release the share of `holder`, if it has one."""
         self.used -= self._held.pop(holder, 0)
         self._freed.set()
 
     async def tidy(self) -> None:
-        """Give memory back to the system, if a burst is over. Call now and then."""
+        """Return memory to the system if a burst is over. Call it regularly."""
         if self._peak >= _BURST_BYTES and self.used < _BURST_BYTES:
             self._peak = self.used
             with suppress(AttributeError):  # a C library without it

@@ -7,8 +7,9 @@ import os
 import time
 from typing import Any
 
+from kmq.broker.concerns import Finding
 from kmq.broker.door import known_shard
-from kmq.broker.health import LIFELESS, Finding, Verdict, judge, state_of
+from kmq.broker.health import LIFELESS, Verdict, judge, state_of
 from kmq.broker.stats import REPLICA, Row, StatsPage
 from kmq.client.failures import NotAnswered, Refused
 from kmq.config.settings import STAGES, Settings
@@ -48,7 +49,8 @@ class Broker:
     def shard(self) -> dict[str, Any]:
         """Return the body of /v1/cluster. Raises RequestRefused without a shard.
 
-        What others do is as of `as_of`, when the replica last read it from Consul; what this broker does is of now.
+        The other brokers' state is as of `as_of`, when the replica last read it from Consul. This broker's state is
+        current.
         """
         settings, row = self.settings, self.page.rows[REPLICA]
         if not settings.shard:
@@ -68,7 +70,7 @@ class Broker:
             "epoch": row.epoch,
             "version": row.version,
             "min_insync": known.get("min_insync", 0),
-            "hw": row.hw,
+            "hw": row.seq,
             "end": row.last,
             "problem": f"replica_{state}" if state in LIFELESS else row.problem_name or known.get("problem", ""),
             "as_of": known.get("as_of"),
@@ -96,7 +98,7 @@ _MEANING = {"too_long": "with its id, and as base64 unless it is printable text,
 class RequestRefused(KmqError):
     """A request is refused. `code` is a code of kmq/wire/refusals.py, or an unknown code from a newer broker.
 
-    `fields`: what a program may want to know besides: `field` (which field is wrong), `seq`, `first` and `end`.
+    `fields`: further values for a program: `field` (which field is wrong), `seq`, `first` and `end`.
     """
 
     def __init__(self, code: str, text: str = "", **fields: str | int) -> None:
@@ -114,13 +116,13 @@ def bad_field(field: str, what: str) -> RequestRefused:
 
 
 def check_data(data: str) -> None:
-    """Raise RequestRefused if all topics are missing: then what is not there has not been deleted."""
+    """Raise RequestRefused if all topics are missing: then a missing topic is no proof that it was deleted."""
     if not os.path.isdir(f"{data}/topics"):
         raise RequestRefused("not_ready", "the data directory is missing; kmq status says what to do")
 
 
 def refusal_of(err: KmqError) -> RequestRefused:
-    """Return the refusal for a message that a producer of the gateway has given up."""
+    """Return the refusal for a message that a producer of the gateway could not deliver."""
     if isinstance(err, Refused):
         return RequestRefused(err.code, err.reason.partition(" ")[2] or _MEANING.get(err.code, ""))
     return RequestRefused("not_answered" if isinstance(err, NotAnswered) else "stopping", str(err))

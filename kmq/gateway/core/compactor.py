@@ -1,7 +1,7 @@
 """`python -m kmq.gateway.core.compactor`: compacts topics declared `cleanup = "compact"`, beside the gateway.
 
-Owner       the gateway starts it when a pass is due (keep_compacted). It shares one lock with Spark's `compact` pipeline,
-            to which it gives way.
+Owner       the gateway starts it when a pass is due (keep_compacted), and the agent of a fleet with --now, for `kmq fleet run
+            compact`: then it makes every pass, due or not. One lock admits one compactor; --now waits for it.
 Invariant   It only lays out segments; the router installs them (kmq/log/compaction.py). A segment is laid out only if
             the disk and KMQ_DATA_QUOTA have room for it beside what the broker keeps free.
 Crash       Killed at any call it has changed nothing, or whole segments. What it had compared is compared again.
@@ -33,12 +33,11 @@ from kmq.log.passes import CompactedTopic, CompactedTopics, Pass
 from kmq.log.replaced import Horizon, KeyComparison, Removable, SyncedPartition
 from kmq.logfmt import Logger
 
-MIN_DIRTY = 0.5  # share of a segment's bytes: below it rewriting costs more than it gains
+MIN_DIRTY = 0.5  # share of a segment's bytes: below it a rewrite costs more than it gains
 _CPU_SHARE = 0.25  # of one core
 _LOOK_S = 10.0  # between two looks, in a pass, whether a topic of KMQ itself is due
-_BURST_S = 1.0  # of idle time that may be caught up
-_ASK_S = 0.2  # between two looks whether another compactor waits
-_NAP_S = 0.2  # longest sleep at once
+_BURST_S = 1.0  # of idle time that may be made up for
+_POLL_S = 0.05
 _INSTALL_S = 30.0  # longest wait for the router to install a segment
 
 
@@ -47,7 +46,7 @@ class NoRoom(KmqError):
 
 
 class Throttle:
-    """How much reading, writing and working is too much. `rest` says how long to wait after each `add`."""
+    """Limits reading, writing and CPU time. `rest` returns how long to wait after each `add`."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class Throttle:
         self._free_at = max(self._free_at, self._now() - _BURST_S) + seconds
 
     def rest(self) -> float:
-        """Return how many seconds to wait before more is done."""
+        """Return how many seconds to wait before going on."""
         return max(0.0, self._free_at - self._now())
 
 
@@ -88,33 +87,33 @@ class Compactor:
         self._data, self._log, self._throttle, self._has_room = data, log, throttle, has_room
         self._install_s = install_s
         self._tables = CompactedTopics(data)
-        self._asked_at = self._looked_at = time.monotonic()
-        self.has_failed = False
+        self._looked_at = time.monotonic()
+        self.failures: list[str] = []
 
-    def run(self, users_too: bool = True, min_dirty: float = MIN_DIRTY) -> int:
+    def run(self, users_too: bool = True, min_dirty: float = MIN_DIRTY, now: bool = False) -> int:
         """Make every pass that is due; return how many segments were laid out.
 
-        `users_too`: not only topics of KMQ itself. `min_dirty`: share of a segment's bytes below which it stays as it
-        is. Raises BusyError if another compactor is at work or waits.
+        `users_too`: also topics of users, not only those of KMQ itself. `min_dirty`: a segment with a smaller share of
+        removable bytes stays as it is. `now`: make all passes, due or not, after any other compactor. Raises BusyError
+        if another compactor is at work, or if the router does not install segments.
         """
-        with compaction.compactor(self._data, in_background=True) as place:
-            if compaction.waiting(self._data):
-                return 0
-            return self._make_due(place, users_too, min_dirty)
+        with compaction.compactor(self._data, waits=now) as place:
+            self._wait_for_router(lambda: compaction.waiting(self._data))
+            return self._make_passes(place, users_too, min_dirty, now)
 
-    def _make_due(self, where: str, users_too: bool, min_dirty: float) -> int:
+    def _make_passes(self, where: str, users_too: bool, min_dirty: float, now: bool = False) -> int:
         tables = [table for table in self._tables.found() if users_too or table.name.startswith("__")]
         clock = passes.clock(self._data, time.time(), GAP_S)
         count = 0
-        for table, number in passes.due(self._data, tables, clock):
+        for table, number in passes.due(self._data, tables, clock, now):
             end = compaction.synced_ends(self._data).get((table.name, number), 0)
             place = SyncedPartition(self._data, table.name, number, end)
             try:
-                count += self._pass(table, place, clock.horizon(table.delete_retention), where, min_dirty)
-            except FileNotFoundError:  # the topic was deleted, or the segment by retention: the next time
+                count += self._pass(table, place, passes.horizon(clock, table.delete_retention), where, min_dirty)
+            except FileNotFoundError:  # the topic was deleted, or the segment by retention: skip it this time
                 continue
             except (CorruptError, NoRoom) as err:
-                self.has_failed = True
+                self.failures.append(f"{table.name}-{number}: {err}")
                 effect = "tried again later"
                 self._log.warn("not_compacted", topic=table.name, partition=number, reason=err, effect=effect)
         return count
@@ -148,12 +147,12 @@ class Compactor:
         return count
 
     def _check_life(self, table: CompactedTopic) -> None:
-        """Raise FileNotFoundError if the topic was deleted: offsets may be those of its next life by now."""
+        """Raise FileNotFoundError if the topic was deleted: offsets may belong to its next life by now."""
         if topics.load(self._data, table.name)[1] != table.from_seq:
             raise FileNotFoundError(f"topic {table.name} was deleted")
 
     def _note(self, table: CompactedTopic, place: SyncedPartition, comparison: KeyComparison, removed: int) -> None:
-        """Note a complete pass. What is known of other lives of a topic, or of topics not compacted any more, goes."""
+        """Note a complete pass. Notes of other lives of a topic, or of topics no longer compacted, are removed."""
         kept = comparison.nbytes - removed
         if not comparison.sealed:
             return
@@ -169,32 +168,27 @@ class Compactor:
             raise NoRoom(f"{path}: the disk or KMQ_DATA_QUOTA has no room for a copy of {size} bytes")
         saved = compaction.lay_out(self._data, found.segment, found.offsets, where, step)
         self._log.info("segment_laid_out", segment=found.segment, removed=found.count, saved=saved)
-        deadline = time.monotonic() + self._install_s
-        while self._install_s and os.path.exists(found.segment.place(self._data)):
-            self._ask()
-            if time.monotonic() > deadline:
-                raise BusyError(f"{path}: the router has not installed its compacted form in {self._install_s:g} s")
-            time.sleep(_NAP_S / 4)
+        if self._install_s:
+            self._wait_for_router(lambda: os.path.exists(found.segment.place(self._data)))
         return saved
 
+    def _wait_for_router(self, has_left: Callable[[], object]) -> None:
+        """Wait until the router has installed what is laid out."""
+        deadline = time.monotonic() + self._install_s
+        while has_left():
+            if time.monotonic() >= deadline:
+                outbox = compaction.outbox(self._data)
+                raise BusyError(f"{outbox}: the router has not installed a segment in {self._install_s:g} s")
+            time.sleep(_POLL_S)
+
     def _step(self, where: str | None, nbytes: int) -> None:
-        """Wait as the throttle says. `where`: given in a pass over a user's topic, which one of KMQ itself interrupts."""
+        """Wait as the throttle says. `where`: set in a pass over a user's topic, which KMQ's own topics interrupt."""
         self._throttle.add(nbytes)
-        self._ask()
-        while rest := self._throttle.rest():
-            time.sleep(min(rest, _NAP_S))
-            self._ask()
+        time.sleep(self._throttle.rest())
         if where is not None and time.monotonic() - self._looked_at > _LOOK_S:
             self._looked_at = time.monotonic()
-            self._make_due(where, users_too=False, min_dirty=MIN_DIRTY)
+            self._make_passes(where, users_too=False, min_dirty=MIN_DIRTY)
             self._looked_at = time.monotonic()
-
-    def _ask(self) -> None:
-        """Raise BusyError if another compactor waits for this one to end."""
-        if time.monotonic() - self._asked_at > _ASK_S:
-            self._asked_at = time.monotonic()
-            if compaction.is_wanted(self._data):
-                raise BusyError(f"{self._data}: another compactor waits")
 
 
 # --- the gateway's task -----------------------------------------------------------------------------------------------
@@ -227,7 +221,7 @@ def _is_due(settings: Settings, compacted: CompactedTopics) -> bool:
     tables, data = compacted.found(), settings.data
     if settings.compact == "off":
         tables = [table for table in tables if table.name.startswith("__")]
-    if not tables or compaction.waiting(data) or compaction.is_wanted(data):
+    if not tables or compaction.waiting(data) or compaction.is_at_work(data):
         return False
     return bool(passes.due(data, tables, passes.clock(data, time.time(), GAP_S)))
 
@@ -256,9 +250,10 @@ def _room(settings: Settings, nbytes: int) -> bool:
 
 
 def main() -> int:
-    """Make the passes that are due. Returns an exit code of kmq/errors.py."""
+    """Make the passes that are due; with --now print what failed. Returns an exit code of kmq/errors.py."""
     parser = argparse.ArgumentParser(prog="python -m kmq.gateway.core.compactor", description=__doc__)
     parser.add_argument("--with", dest="gateway", type=int, default=0, help="the process with which this one ends")
+    parser.add_argument("--now", action="store_true", help="compact all topics with cleanup=compact, due or not")
     arguments = parser.parse_args()
     if arguments.gateway:
         end_with(arguments.gateway)
@@ -269,13 +264,15 @@ def main() -> int:
     try:
         settings = load()
         compactor = Compactor(settings.data, log, Throttle(settings.compact_rate), partial(_room, settings))
-        compactor.run(users_too=settings.compact == "on")
-    except BusyError:
-        return 0  # the next time
+        compactor.run(users_too=arguments.now or settings.compact == "on", now=arguments.now)
     except (KmqError, OSError) as err:
+        if isinstance(err, BusyError) and not arguments.now:
+            return 0  # it is done in the next run
         log.warn("not_compacted", reason=err, effect="tried again later")
         return getattr(err, "exit_code", 1)
-    return int(compactor.has_failed)
+    for failure in compactor.failures if arguments.now else ():
+        print(failure)
+    return int(bool(compactor.failures))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""A connection of a client of the gateway, over any protocol that KMQ speaks itself: its task, its limits, its end.
+"""A client connection of the gateway, for the protocols that KMQ speaks itself: its task, its limits, its end.
 
-Deadline    What a client has begun must be whole within KMQ_LINE_DEADLINE, and a client that is sent something must take
-            some of it within that time; `late` says which is missed. Dead peers are found by TCP keepalive.
-Half-close  A client that closes its sending half gets everything it has asked for. TLS of asyncio has no half-closed
-            connections: there a client keeps its half open until it has the answer.
-Memory      At most HIGH_BYTES of replies, and what the last write had more.
+Deadline    Whatever a client begins to send must be whole within KMQ_LINE_DEADLINE. A client that is sent data must
+            take some of it within that time. `late` says which deadline is missed. Dead peers are found by TCP
+            keepalive.
+Half-close  A client that closes its sending half still gets everything it has asked for. TLS of asyncio has no
+            half-closed connections: there a client keeps its half open until it has the answer.
+Memory      At most HIGH_BYTES of replies, and the rest of the last write.
 """
 
 import asyncio
@@ -39,12 +40,12 @@ class ClientConnection(asyncio.Protocol):
         self.transport: Any = None
         self.peer = ""
         self.is_tls = False
-        self.is_admitted = False  # it has asked for something, with a valid token if one is required
+        self.is_admitted = False  # it has made a request, with a valid token if one is required
         self.pending = 0  # requests that are being served while the next one is awaited
-        self.is_sending = False  # the client has to read before anything goes on
-        self.needs_look = True  # by the sweep: it has ended, or part of a request or of an answer waits
+        self.is_sending = False  # the client must read before serving continues
+        self.needs_look = True  # the sweep must look: it has ended, or part of a request or answer waits
         self._idle_since = self._blocked_since = self._unfinished_since = time.monotonic()
-        self._closed_half_at = 0.0  # 0: it has not
+        self._closed_half_at = 0.0  # 0: still open
         self._arrived, self._writable = asyncio.Event(), asyncio.Event()
         self._writable.set()
         self._is_over = self._is_lost = self._is_refused = self._is_ended = False
@@ -94,7 +95,7 @@ class ClientConnection(asyncio.Protocol):
                 await self._close()
             else:
                 self.transport.abort()
-        except Exception as err:  # a defect, which is logged now and not when the task is collected
+        except Exception as err:  # a defect: log it now, not when the task is collected
             self.transport.abort()
             asyncio.get_running_loop().call_exception_handler({"message": "a connection has failed", "exception": err})
         else:
@@ -117,11 +118,11 @@ class ClientConnection(asyncio.Protocol):
         """Wait for the client to read, and measure how long that takes."""
         self._blocked_since, self.is_sending, self.needs_look = time.monotonic(), True, True
         result = await work
-        self.is_sending = False  # not if this is cancelled: then part of a line may be under way
+        self.is_sending = False  # stays True if this is cancelled: part of a line may be unsent
         return result
 
     async def _close(self) -> None:
-        """Close after the client has had time to read; what it still sends is discarded."""
+        """Close after the client has had time to read. Data that it still sends is discarded."""
         if self.transport.is_closing():
             return
         if self._is_over or not self.transport.can_write_eof():
@@ -147,12 +148,12 @@ class ClientConnection(asyncio.Protocol):
         """Return since when the client has kept the gateway waiting; 0 if the client waits for the gateway."""
         if self.is_sending:
             return self._blocked_since
-        if self.pending:  # a client that has closed its half may have died: nobody can tell before it is sent something
+        if self.pending:  # a client that closed its half may be dead, which shows only when it is sent something
             return self._closed_half_at
         return self._idle_since
 
     def late(self, latest: float) -> str:
-        """Return which deadline is missed; "" for none. `latest`: since when a client may have been waited for."""
+        """Return which deadline is missed; "" if none. `latest`: the latest start of a wait that is too long."""
         self.needs_look = bool(self.is_sending or self._unfinished_since or self.transport.get_write_buffer_size())
         if self.is_sending:
             return "the client reads too slowly" if self._blocked_since <= latest else ""
@@ -161,9 +162,10 @@ class ClientConnection(asyncio.Protocol):
         return f"no whole {self.unit} within KMQ_LINE_DEADLINE" if 0 < self._unfinished_since <= latest else ""
 
     def force_close(self) -> None:
-        """Close as soon as a running sendfile has ended. Bytes that were not sent are lost.
+        """Close as soon as a running sendfile has ended. Unsent bytes are lost.
 
-        A transport must not be aborted before: its descriptor would be another connection's when sendfile lets it go.
+        A transport must not be aborted earlier: its descriptor could belong to another connection when sendfile
+        releases it.
         """
         if self.task is not None and not self.task.done():
             self.task.cancel()

@@ -1,4 +1,4 @@
-"""The core of the gateway: what every door serves from. One for the whole process."""
+"""The core of the gateway, shared by all doors. One for the whole process."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from kmq.logfmt import Logger
 
 
 class Core:
-    """The broker's state, its topics, produced and fetched messages."""
+    """The broker's state, its topics, producing and fetching."""
 
     def __init__(
         self,
@@ -25,7 +25,8 @@ class Core:
         strangers: Strangers | None = None,
         is_unsure: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.settings = settings
+        self.settings, self.log = settings, log
+        self.strangers = strangers
         self.broker = Broker(settings, page)
         self.watermark = Watermark(page)
         self.waking = Waking(self.watermark)

@@ -17,9 +17,9 @@ from kmq.message import record
 from kmq.message.routing import Topic
 from kmq.message.text import decode_payload
 
-_OBJECT = 200  # bytes of memory that a record takes beside its payload
+_OBJECT = 200  # bytes of memory that a record takes besides its payload
 CHUNK_BYTES = 1 << 16  # read at once from one partition; a longer record is read alone
-FAST_S, SLOW_S = 0.001, 0.05  # between looks at the watermark: when it has just moved or soon will; when idle
+FAST_S, SLOW_S = 0.001, 0.05  # between looks at the watermark: while it moves or is about to; when idle
 
 
 class Record(NamedTuple):
@@ -28,7 +28,7 @@ class Record(NamedTuple):
 
 
 class _Cursor:
-    """The position in one partition, and the records read but not handed out."""
+    """The position in one partition, and records read but not delivered yet."""
 
     def __init__(self, log: reader.LogReader, seq: int) -> None:
         self.log, self.seq = log, seq
@@ -36,7 +36,7 @@ class _Cursor:
         self.read: deque[tuple[int, bytes]] = deque()
 
     def fill(self) -> None:
-        """Read the next records, skipping those that compaction removed. Reads nothing only at the end."""
+        """Read the next records, skipping those that compaction removed. Finds nothing only at the end."""
         if self.offset < 0:
             self.offset = self.log.offset_of_seq(self.seq)
         lines = b"\n"
@@ -52,7 +52,7 @@ class Feed:
 
     def __init__(self, data: str, topic: str, seq: int) -> None:
         self.data, self.topic = data, topic
-        self.next_seq = seq  # every record before it has been in `ready`
+        self.next_seq = seq  # every earlier record has been in `ready`
         self.ready: deque[Record] = deque()
         self.weight = 0  # bytes of memory held after the last `fill`
         self._cursors: list[_Cursor] = []
@@ -62,11 +62,11 @@ class Feed:
         self._ended_at: list[tuple[int, int]] | None = None
 
     def has_more(self) -> bool:
-        """Return True if `fill` may find records. It is cheap, because followers are woken for other topics too."""
+        """Return True if `fill` may find records. This is cheap, because followers are woken for other topics, too."""
         return self._ended_at is None or self._ended_at != self._active_sizes()
 
     def _active_sizes(self) -> list[tuple[int, int]]:
-        """Return (inode, size) of each active segment, and last the state of the declaration: the topic may grow."""
+        """Return (inode, size) of each active segment, and last the declaration's mtime, because the topic may grow."""
         sizes = []
         for link in self._links:
             with contextlib.suppress(FileNotFoundError):
@@ -75,8 +75,8 @@ class Feed:
         return [*sizes, (0, self._declared_ns())]
 
     def fill(self, upto: int) -> None:
-        """Add records to `ready`, from what the router had written when it was at seq `upto`. Raises DamageError."""
-        # `upto` was read before: the router writes a declaration before it routes anything by it.
+        """Add records to `ready`, from the files as the router had written them at seq `upto`. Raises DamageError."""
+        # `upto` was read earlier, and the router writes a declaration before it routes records by it.
         is_open = bool(self._cursors) and self._declared == self._declared_ns()
         if not is_open and not self._open() and not self._cursors:
             return
@@ -85,7 +85,7 @@ class Feed:
             if not cursor.read:
                 cursor.fill()
         self._ended_at = None if any(cursor.read for cursor in self._cursors) else before
-        # An exhausted partition has nothing more up to `upto`; any other partition is known up to its last record read.
+        # An exhausted partition has no more records up to `upto`. Another one is known up to its last record read.
         known = min([upto, *(cursor.read[-1][0] for cursor in self._cursors if cursor.read)])
         entries: list[tuple[int, bytes]] = []
         for cursor in self._cursors:
@@ -139,7 +139,7 @@ class Watermark:
 
     @property
     def is_followed(self) -> bool:
-        """Return True while the router works. Until it has recovered, logs may end earlier than they did."""
+        """Return True while the router works. Until it has recovered, logs may end earlier than before."""
         return self._router.state_name == "ready"
 
     @property
@@ -158,7 +158,7 @@ class Watermark:
         self._moved.set()
 
     def expect(self, seq: int) -> None:
-        """Note that `seq` is durable, so that the router is about to reach it."""
+        """Note that `seq` is durable, so that the router will reach it soon."""
         self._durable = max(self._durable, seq)
         if self._timer is not None and self.pause_s > 2 * FAST_S:
             self._timer.cancel()

@@ -1,21 +1,25 @@
-"""Reading partitions for doors that give messages: from an offset on, waiting for more if asked to.
+"""Reading messages of partitions for all doors: from an offset on, waiting for new ones if asked to.
 
-Invariant   What is shown is in its partition, so durable and routed (partitions.py). A cursor moves over what was read,
-            and over nothing else.
-            A record that is written after `look` returned False wakes the waiter. Therefore a directory is watched
-            before `look` is asked. A wake-up may come without news: the reader looks again.
-Damage      is said once to each reader, by the read that finds nothing before it. The cursor rests then, so that other
-            partitions are read meanwhile, and looks again every _REST_S.
+    cursor = await fetching.open("orders", 0, Position("offset", 17))
+    _, messages = await fetching.read([cursor], Limit(100, MIB), list)    → messages 17, 18, …
+
+Invariant   A message that is shown is in its partition, so it is durable and routed (partitions.py). A cursor moves
+            past messages that were read or were deleted before. The latter stay in `Cursor.overtaken` until an answer
+            has reported them. A record written after `look` returned False wakes the waiter. Therefore a directory is
+            watched before `look` is asked. A wake-up may come without news: the reader looks again.
+Damage      is reported once to each reader, by the read that finds nothing before it. Then the cursor rests, so that
+            other partitions are read meanwhile, and looks again every _REST_S.
 Cost        A watch ends with its first event (IN_ONESHOT): a busy partition without waiting readers costs nothing. A
             reader that waits again keeps its Waiter: a directory that is still watched is not looked at again, so 1,000
-            idle readers cost one look each every _WATCHED_S. A look that is half due, and would come due in a wait,
-            comes at its start: so who waits for a little less than _WATCHED_S, again and again, sleeps through.
+            idle readers cost one look each every _WATCHED_S. A look that is half due, and would become due during a
+            wait, is made at the start of the wait. So a reader that waits again and again for a little less than
+            _WATCHED_S is not woken in between.
 Memory      At most _THREADS reads at a time, each of at most its limit's bytes, or of one longer record. The reading
-            thread turns the records into what the door sends, so nobody holds both for long. What answers hold until
-            their clients have taken them is bounded by one budget (answers.py).
-            One inotify descriptor, from the first wait on. At most _MOST_WATCHES directories; beyond that, or where the
+            thread converts the records to what the door sends, so both are held only briefly. Answers that clients have
+            not taken yet are bounded by one budget (answers.py).
+            One inotify descriptor, from the first wait on. At most _MOST_WATCHES directories. Above that, or when the
             system has no watches left, waiters follow the router's watermark (feed.py), polled for all of them at once.
-Not covered File systems that tell the kernel nothing of writes: there a look every _WATCHED_S finds the records.
+Not covered File systems that do not report writes to the kernel: there a look every _WATCHED_S finds the records.
 """
 
 import asyncio
@@ -44,22 +48,22 @@ from kmq.wire.requests import Position, TopicPartition
 # Readers that wait for new records are woken by the kernel: inotify on the directories of their partitions.
 
 _MOST_WATCHES = 8192
-_WATCHED_S = 30.0  # at most, until watched directories are looked at all the same
+_WATCHED_S = 30.0  # longest time without a look at watched directories
 _READ_BYTES = 1 << 16
 _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name
 _MODIFY, _MOVED_TO, _CREATE = 0x2, 0x80, 0x100
 _DELETE_SELF, _MOVE_SELF = 0x400, 0x800
 _ONLYDIR, _ONESHOT = 0x0100_0000, 0x8000_0000
 _MASK = _MODIFY | _MOVED_TO | _CREATE | _DELETE_SELF | _MOVE_SELF | _ONLYDIR | _ONESHOT
-_ALL = -1  # the watch of an event that says that events were lost
+_ALL = -1  # the watch in an event that means that events were lost
 
 Looks = Mapping[str, Callable[[], bool]]  # directory → whether it has news
 
 
 class Waiter:
-    """What wakes one reader, in one wait after the other. `event`: it is set when the reader must look.
+    """Wakes one reader, in one wait after the other. `event`: set when the reader must look.
 
-    Invariant   A directory that `is_quiet` is watched, had no news when its watch had begun, and has had no event since.
+    Invariant   A directory that `is_quiet` is watched, had no news when its watch began, and has had no event since.
     """
 
     def __init__(self, event: asyncio.Event) -> None:
@@ -69,15 +73,15 @@ class Waiter:
         self.look_at = 0.0  # when all directories are looked at again
 
     def is_quiet(self, directory: str) -> bool:
-        """Return True if there is no news, as far as the kernel's events have been read."""
+        """Return True if there is no news, according to the kernel events read so far."""
         return directory in self.quiet
 
     def look_again(self, directory: str) -> None:
-        """Look at the directory before the next wait: its reader has moved."""
+        """Look at the directory before the next wait, because its reader has moved."""
         self.quiet.discard(directory)
 
     async def woken(self, seconds: float) -> bool:
-        """Wait for the event; return False if it has not come after `seconds`."""
+        """Wait for the event; return False if it is not set within `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self.event.wait()
@@ -100,7 +104,7 @@ class Waking:
         return len(self._waiters)
 
     async def news(self, looks: Looks, seconds: float, interrupt: asyncio.Event | None = None) -> bool:
-        """Wait until there may be news, or `interrupt` is set; return False if neither has come after `seconds`.
+        """Wait until there may be news, or `interrupt` is set; return False if neither happens within `seconds`.
 
         Raises RequestRefused if the gateway stops while the watermark is followed.
         """
@@ -111,7 +115,7 @@ class Waking:
             self.forget(waiter)
 
     async def next_news(self, waiter: Waiter, looks: Looks, seconds: float) -> bool:
-        """Do the same for a reader that will wait again. The caller forgets the waiter in the end."""
+        """Wait like `news`, for a reader that will wait again. The caller must `forget` the waiter in the end."""
         now = time.monotonic()
         until = now + seconds
         if waiter.look_at <= min(until, now + _WATCHED_S / 2):
@@ -130,7 +134,7 @@ class Waking:
                 return False
             left = min(until, waiter.look_at) - now
             if len(watched) < len(fresh):
-                await self._moved(min(left, _LOOK_S))  # who follows the watermark is not woken by its event
+                await self._moved(min(left, _LOOK_S))  # the event does not wake a reader that follows the watermark
             elif await waiter.woken(left):
                 return True
 
@@ -150,12 +154,12 @@ class Waking:
             pass
 
     def _watch(self, waiter: Waiter, directory: str) -> bool:
-        """Wake `waiter` at the next change in `directory`. Return False if there is no watch for it, or no directory (yet)."""
+        """Wake `waiter` at the next change in `directory`. Return False if there is no watch or no directory (yet)."""
         if self._fd < 0 and not self._open():
             return False
         watch: int = self._libc.inotify_add_watch(self._fd, os.fsencode(directory), _MASK)
         if watch < 0:
-            return False  # a new topic is in force before the directories of all its partitions are made
+            return False  # a new topic is in force before all its directories exist
         if watch not in self._waiters and len(self._waiters) >= self._most:
             self._libc.inotify_rm_watch(self._fd, watch)
             return False
@@ -166,13 +170,13 @@ class Waking:
     def _open(self) -> bool:
         fd: int = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if fd < 0:
-            return False  # the system allows no more of them: the watermark is followed
+            return False  # the system allows no more watches: the watermark is followed
         self._fd = fd
         asyncio.get_running_loop().add_reader(fd, self._read)
         return True
 
     def _read(self) -> None:
-        """Wake those whose directories have changed."""
+        """Wake readers whose directories have changed."""
         try:
             events = os.read(self._fd, _READ_BYTES)
         except BlockingIOError:
@@ -187,7 +191,7 @@ class Waking:
                     waiter.event.set()
 
     def forget(self, waiter: Waiter) -> None:
-        """Watch nothing more for a reader."""
+        """Stop watching for a reader."""
         for watch in waiter.watches:
             waiters = self._waiters.get(watch, set())
             waiters.discard(waiter)
@@ -199,14 +203,14 @@ class Waking:
 
 _THREADS = 4
 _CHUNK_BYTES = 256 * KIB  # read at once
-_REST_S = 5.0  # until a partition that cannot be read is looked at again
+_REST_S = 5.0  # until the next look at a partition that cannot be read
 _LOOK_S = 0.5  # longest time until a waiting call notices that its client has gone
 
 T = TypeVar("T")
 
 
 class Limit(NamedTuple):
-    """How much one call may return, and how long (s) it may wait for a first message."""
+    """How much one call may return, and how many seconds it may wait for a first message."""
 
     messages: int
     nbytes: int
@@ -214,14 +218,14 @@ class Limit(NamedTuple):
 
 
 class Damage:
-    """What a reader cannot read of a partition, because it is damaged or was deleted, and whether it was told."""
+    """A reader's error on a partition, which is damaged or was deleted, and whether the reader was told."""
 
     def __init__(self) -> None:
         self._told, self._rests_until = "", 0.0
 
     @property
     def is_resting(self) -> bool:
-        """Return True while the partition need not be looked at, because it could not be read a moment ago."""
+        """Return True while the partition is not looked at, because it could not be read a moment ago."""
         return time.monotonic() < self._rests_until
 
     def is_new(self, err: Exception) -> bool:
@@ -232,9 +236,11 @@ class Damage:
 
 
 class Cursor:
-    """Where a partition is read next. `is_strict`: an offset that is not there is refused; else the nearest is read.
+    """The next place to read in a partition. `is_strict`: refuse an offset that is not there; else read the nearest.
 
-    `skips`: offsets whose messages are left out. `start`: the position to begin at, until `locate` has found its offset.
+    `skips`: offsets whose messages are left out. `most`: how many offsets the next read may advance.
+    `start`: the position to begin at, until `locate` has found its offset. `overtaken`: the last offsets that retention
+    or truncation deleted before they were read, until the door has told its client.
     """
 
     def __init__(
@@ -243,8 +249,10 @@ class Cursor:
         self.partition, self.offset, self.is_strict, self.start = partition, offset, is_strict, start
         self.place = TopicPartition(partition.topic, partition.number)
         self.skips: frozenset[int] = frozenset()
-        self.end = offset  # of the partition, when it was read last
-        self.seen: Signature | None = None  # when a read found nothing
+        self.most: int | None = None
+        self.overtaken = range(0)
+        self.end = offset  # of the partition, at the last read
+        self.seen: Signature | None = None  # at a read that found nothing
         self.damage = Damage()
 
     def locate(self) -> None:
@@ -256,8 +264,14 @@ class Cursor:
     def has_news(self) -> bool:
         return not self.damage.is_resting and self.partition.signature() != self.seen
 
+    def overtake(self, begin: int) -> None:
+        """Move to the first record of the partition, if the next one to read was deleted."""
+        if begin > self.offset:
+            self.overtaken = range(self.overtaken.start if self.overtaken else self.offset, begin)
+            self.offset = begin
+
     def move(self, offset: int) -> None:
-        """Go on at another offset."""
+        """Move to another offset."""
         if offset != self.offset:
             self.offset, self.seen, self.damage = offset, None, Damage()
 
@@ -277,7 +291,7 @@ class Fetching:
         self.is_stopping = False
 
     def stop(self) -> None:
-        """End waiting calls: they return what they have, which is nothing."""
+        """End waiting calls: they return without messages."""
         self.is_stopping = True
         for event in self._waiting:
             event.set()
@@ -291,7 +305,7 @@ class Fetching:
         return len(self._waiting)
 
     async def run(self, work: Callable[..., T], *arguments: object) -> T:
-        """Return the result of work that reads files."""
+        """Run work that reads files in a thread, and return its result."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         except DamageError as err:
@@ -302,7 +316,7 @@ class Fetching:
             raise RequestRefused("damaged", str(err), **fields) from err
 
     async def open(self, topic: str, number: int, at: Position) -> Cursor:
-        """Return a cursor at that position. An offset is taken as it is, and judged by the first read."""
+        """Return a cursor at that position. An offset is checked only by the first read."""
 
         def opened() -> Cursor:
             partition = self.partitions.open(topic, number)
@@ -322,7 +336,7 @@ class Fetching:
     ) -> T:
         """Read from the cursors in order, and return what `shape` makes of the messages, in a thread.
 
-        Without a message, wait for one as long as the limit says, or until it `is_over`; `event` lets it look.
+        Without a message, wait for one as long as the limit says, or until it `is_over`. `event` makes it look again.
         """
         deadline = time.monotonic() + limit.wait_s
         while True:
@@ -331,9 +345,9 @@ class Fetching:
                 return shaped
 
     async def read(self, cursors: Sequence[Cursor], limit: Limit, shape: Callable[[list[Message]], T]) -> tuple[int, T]:
-        """Read what is there, and move the cursors. Returns how many messages that is, and what `shape` makes of them.
+        """Read the messages that are there, and move the cursors. Returns their number, and what `shape` makes of them.
 
-        What is read counts for the READER of this task, if there is one, until its answer is sent.
+        They count for the READER of this task, if there is one, until its answer is sent.
         """
         reader, nbytes = READER.get(), 0
         if reader is not None:
@@ -348,7 +362,7 @@ class Fetching:
                     break
                 if cursor.damage.is_resting:
                     continue
-                # With messages in hand the next call hears of what is wrong: the cursors of what was found have moved.
+                # If messages were found, the next call reports the error, because their cursors have moved.
                 try:
                     some = self._read(cursor, room, is_first=not found)
                 except DamageError as err:
@@ -388,7 +402,7 @@ class Fetching:
     def _read(self, cursor: Cursor, limit: Limit, is_first: bool) -> list[Message]:
         """Return the next messages of one partition, and move its cursor. `is_first`: one may be over the limit."""
         partition = cursor.partition
-        seen = partition.signature()
+        seen, most = partition.signature(), limit.messages if cursor.most is None else min(limit.messages, cursor.most)
         if seen == cursor.seen:  # a member of a thousand partitions asks for all of them in each call
             return []
         start, cursor.end = partition.start(), partition.end()
@@ -396,7 +410,7 @@ class Fetching:
             self._judge(cursor, start)
         found: list[Message] = []
         nbytes = 0
-        while len(found) < limit.messages and nbytes < limit.nbytes:
+        while len(found) < most and nbytes < limit.nbytes:
             room = limit.nbytes - nbytes
             try:
                 begin, lines = partition.read(cursor.offset, min(_CHUNK_BYTES, room))
@@ -406,21 +420,23 @@ class Fetching:
                 raise
             if not lines or (len(lines) > room and (found or not is_first)):
                 break
-            if begin != cursor.offset and cursor.is_strict:
+            if begin > cursor.offset:  # retention has just deleted the next ones
+                if found:
+                    break
                 self._judge(cursor, begin)
             nbytes += len(lines)
             some = messages(partition.topic, partition.number, begin, lines, self._marks_from)
             cursor.offset = begin + count_lines(lines)
-            if len(found) + len(some) > limit.messages:
-                cursor.offset = some[limit.messages - len(found)].offset
-                del some[limit.messages - len(found) :]
+            if len(found) + len(some) > most:
+                cursor.offset = some[most - len(found)].offset
+                del some[most - len(found) :]
             found += [each for each in some if each.offset not in cursor.skips] if cursor.skips else some
         cursor.seen, cursor.is_strict = None if found else seen, False
         cursor.end = max(cursor.end, cursor.offset)
         return found
 
     def _judge(self, cursor: Cursor, start: int) -> None:
-        """Move a cursor to where there are records, or refuse its offset."""
+        """Move a cursor to the next records, or refuse its offset."""
         place = f"{cursor.partition.topic}/{cursor.partition.number}"
         if self._router.state_name != "ready" and cursor.offset > cursor.end:
             raise RequestRefused("not_ready", f"{place}: the router is down or recovers, so the end is unknown")
@@ -429,4 +445,5 @@ class Fetching:
         if cursor.is_strict:
             text = f"offset {cursor.offset}: {place} has {start} to {cursor.end}"
             raise RequestRefused("out_of_range", text, field="offset", first=start, end=cursor.end)
-        cursor.offset = min(max(cursor.offset, start), max(cursor.end, start))
+        cursor.overtake(start)
+        cursor.offset = min(cursor.offset, max(cursor.end, start))

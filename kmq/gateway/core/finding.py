@@ -1,10 +1,13 @@
-"""Where records are: a seq → its topic, partition and offset, from the WAL and the partition logs.
+"""Finds records by seq: their topic, partition and offset, from the WAL and the partition logs.
+
+    SeqFinder.find(501)                                  → the place of seq 501: orders/0, offset 17
+    await place_finder.find("orders", [(key, 501)])      → {501: StoredPlace(…, 17, line)}
 
 Cost        `SeqFinder`: O(log n) reads of the WAL and of one partition. The table of topics is read again when a record
-            is not found by it, at most once in _TABLE_S. `PlaceFinder`: a partition is read on from where the last read
-            ended, and searched for the seqs, not line by line; a lookup in its index is only needed for older records, or after
-            many records that nobody asked for. Requests that come while a topic is being read are answered together by
-            the next read.
+            is not found by it, at most once in _TABLE_S. `PlaceFinder`: a partition is read on from the end of the last
+            read, and searched for the seqs, not line by line. Its index is only needed for older records, or after
+            many records that were not asked for. Requests that arrive while a topic is being read are answered together
+            by the next read.
 Invariant   A place is returned only if the record there has that seq, so an old table of topics gives no wrong place.
 Memory      At most _TAILS partitions, a few numbers each.
 Not covered Records that the WAL no longer has: only an audit of all partitions could find them. A record that
@@ -42,8 +45,8 @@ class SeqFinder:
     def __init__(self, data: str, page: StatsPage) -> None:
         self._data = data
         self._numbered, self._durable, self._routed = (page.rows[name] for name in ("framer", "durability", "router"))
-        self._newest = 0  # the highest seq seen: a stage that starts again shows 0 until it has recovered
-        self._topics = -_TABLE_S, Table()  # when they were read last
+        self._newest = 0  # the highest seq seen, because a restarted stage shows 0 until it has recovered
+        self._topics = -_TABLE_S, Table()  # when they were last read
 
     def is_numbered(self, seq: int) -> bool:
         """Return True if a record has been given this seq."""
@@ -90,7 +93,7 @@ class SeqFinder:
 _THREADS = 2
 _TAILS = 256
 _READ_BYTES = 256 * KIB  # searched at once
-_FAR_BYTES = 8 * MIB  # without a record that was asked for: from then on the index is quicker
+_FAR_BYTES = 8 * MIB  # without a record that was asked for: above this the index is faster
 
 
 class StoredPlace(NamedTuple):
@@ -106,13 +109,13 @@ Places = dict[int, StoredPlace]  # by seq
 
 
 class _Tail:
-    """Where a record of a partition lies, from which later ones are searched: the bytes that the router has appended.
+    """A known record near the end of a partition, from which later ones are searched in newly appended bytes.
 
-    Invariant   The record `seq` has the offset `offset`, and its line begins at a byte of a segment: it was found through the
-                index, or by counting newlines from one that was. That it is still there is looked at before each search,
-                and that the count is right at the beginning of each segment, whose name is an offset.
-    Cost        A search for a newline and the seq, and a count of newlines: no line is taken apart or checked, because the
-                router has just written them. To check them would take five times as long as all else in a produce request.
+    Invariant   The record `seq` has the offset `offset`, and its line begins at a byte of a segment: it was found
+                through the index, or by counting newlines from such a record. Each search first checks that the record
+                is still there, and that the count is right at the beginning of each segment, whose name is an offset.
+    Cost        A search for a newline and the seq, and a count of newlines. No line is parsed or checked, because the
+                router has just written them. Checking would take five times as long as all else in a produce request.
     """
 
     def __init__(self, log: reader.LogReader) -> None:
@@ -121,7 +124,7 @@ class _Tail:
         self._offset, self._seq = 0, 0
 
     def find(self, seqs: list[int]) -> dict[int, tuple[int, bytes]]:
-        """Return seq → (offset, line) of those of `seqs`, which rise, that are in this partition."""
+        """Return seq → (offset, line) for those of `seqs` (in rising order) that are in this partition."""
         found: dict[int, tuple[int, bytes]] = {}
         waiting = deque(seqs)
         while waiting:
@@ -135,7 +138,7 @@ class _Tail:
         return found
 
     def _seek(self, waiting: deque[int]) -> bool:
-        """Begin at the first record of the first seq that waits, or a later one. Returns False if there is none."""
+        """Begin at the first record with the first waiting seq, or a later one. Returns False if there is none."""
         hit = self._log.find(waiting[0], SEQ)
         if hit is not None:
             self._path, self._byte, self._offset, self._seq = hit.path, hit.byte, hit.offset, record.seq_of(hit.line)
@@ -144,7 +147,7 @@ class _Tail:
         return hit is not None
 
     def _search(self, waiting: deque[int], found: dict[int, tuple[int, bytes]]) -> bool:
-        """Find what waits from the last record on. Returns False at the end; True also where the index must be asked."""
+        """Find the waiting seqs from the last record on. Returns False at the end, True also to ask the index."""
         path, offset = self._path, self._offset
         while path:
             with open(path, "rb", buffering=0) as file:
@@ -163,7 +166,7 @@ class _Tail:
         self, file: RawIOBase, path: str, offset: int, waiting: deque[int], found: dict[int, tuple[int, bytes]]
     ) -> tuple[int, bool]:
         """Search from the line at `offset` on, where the file stands. Returns the offset at its end, and if that is all."""
-        is_unseen = path == self._path  # that the record found last is still there
+        is_unseen = path == self._path  # the record found last must still be there
         begin, passed, nbytes = file.tell(), 0, _READ_BYTES
         while data := file.read(nbytes):
             text = b"\n" + data[: data.rfind(b"\n") + 1]
@@ -183,7 +186,7 @@ class _Tail:
                     found[seq] = offset, text[hit + 1 : text.index(b"\n", hit + 1)]
                     self._path, self._byte, self._offset, self._seq = path, begin + hit, offset, seq
                     passed = 0
-            if not waiting or len(text) == 1:  # the rest is a line that is being written
+            if not waiting or len(text) == 1:  # the rest is a line being written
                 return offset, not waiting
             offset += text.count(b"\n", at + 1)
             begin += len(text) - 1
@@ -198,7 +201,7 @@ class _Tail:
 
 
 def _last_seq(text: bytes) -> tuple[int, int]:
-    """Return the seq of the last of these lines, and where the newline before it is; 0: compaction has removed all."""
+    """Return the seq of the last of these lines, and the place of the newline before it; 0: compaction removed all."""
     at = text.rfind(b"\n", 0, len(text.rstrip(b"\n")))
     return (record.seq_of(text[at + 1 :]), at) if at >= 0 and b"|" in text[at:] else (0, 0)
 
@@ -230,7 +233,7 @@ class PlaceFinder:
         return await future
 
     async def _drain(self, topic: str) -> None:
-        """Answer everything that waits for this topic."""
+        """Answer all waiting requests of this topic."""
         while batch := self._waiting[topic]:
             self._waiting[topic] = []
             everything = [each for wanted, _ in batch for each in wanted]

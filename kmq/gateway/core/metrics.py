@@ -29,7 +29,8 @@ from prometheus_client.registry import Collector
 import kmq
 from kmq.broker import status
 from kmq.broker.health import ALL_WARNINGS, REASONS, Verdict, judge, state_of
-from kmq.broker.stats import AGENT, BOUNDS_S, PROCESSES, REPLICA, ROLES, STATES, HistogramSnapshot, Row
+from kmq.broker.histogram import BOUNDS_S, HistogramSnapshot
+from kmq.broker.stats import AGENT, PROCESSES, REPLICA, ROLES, STATES, Row
 from kmq.broker.topic_rates import BusiestTopics
 from kmq.config.settings import STAGES
 from kmq.gateway.core.broker import Broker
@@ -58,14 +59,14 @@ _DOORS = ("ingress", "gateway")  # the processes that listen on ports
 
 
 def _rows(field: str, names: tuple[str, ...] = PROCESSES) -> tuple[tuple[str, ...], Read]:
-    """Return label and reader of one value per process, for the processes that have ever been started."""
+    """Return label and reader of one value per process, for processes that have ever been started."""
     return _STAGE, lambda scrape: [
         ((name,), getattr(row, field)) for name in names if (row := scrape.page.rows[name]).pid
     ]
 
 
 def _single(name: str, field: str, has: str = "") -> tuple[tuple[str, ...], Read]:
-    """Return no label, and the reader of a value that only the process `name` has. `has`: it is absent while that is 0."""
+    """Return no label, and the reader of a value that only process `name` has. `has`: absent while this field is 0."""
     return (), lambda scrape: [
         ((), getattr(row, field)) for row in [scrape.page.rows[name]] if not has or getattr(row, has)
     ]
@@ -84,10 +85,14 @@ def _cluster_connected(scrape: "Scrape") -> Samples:
 
 
 def _replica(value: Callable[[Row], float | None]) -> tuple[tuple[str, ...], Read]:
-    """Return no label, and the reader of a figure of the replica; None: absent, as without a replica."""
+    """Return no label, and the reader of a figure of the replica. None: absent, as without a replica."""
     return (), lambda scrape: [
         ((), figure) for row in [scrape.page.rows[REPLICA]] if row.pid and (figure := value(row)) is not None
     ]
+
+
+def _follower(value: Callable[[dict[str, int]], float]) -> tuple[tuple[str, ...], Read]:
+    return ("broker",), lambda scrape: [((name,), value(each)) for name, each in scrape.page.followers()]
 
 
 def _replica_role(scrape: "Scrape") -> Samples:
@@ -212,7 +217,8 @@ ROWS = (
     ),
     Metric(
         "kmq_cut_off_total",
-        "Connections and calls that a deadline, or the limit on unread bytes, has ended.",
+        "Connections and calls that a deadline, or the limit on unread bytes, has ended; connections that spoke HTTP or TLS"
+        " to a port of lines.",
         *_rows("cut_off", _DOORS),
     ),
     Metric("kmq_unauthorized_total", "Connections and requests without a valid token.", *_rows("unauthorized", _DOORS)),
@@ -259,12 +265,17 @@ ROWS = (
     Metric(
         "kmq_replica_hw_lag",
         "Records in the WAL that are not committed yet; absent until one is.",
-        *_replica(lambda row: max(0, row.last - row.hw) if row.hw else None),
+        *_replica(lambda row: max(0, row.last - row.seq) if row.seq else None),
     ),
     Metric(
         "kmq_replica_behind_seconds",
         "Follower: time out of the ISR. Leader: time since hw has reached what was numbered then; 0: it keeps up.",
         *_replica(lambda row: (time.monotonic_ns() - row.behind_since) / 1e9 if row.behind_since else 0),
+    ),
+    Metric(
+        "kmq_replica_ack_delay_seconds",
+        "Of a leader: what the follower `broker` takes to confirm a block; 0: nothing was measured yet.",
+        *_follower(lambda each: each["ack_delay_us"] / 1e6),
     ),
     Metric(
         "kmq_replica_elections_total",
@@ -329,7 +340,7 @@ ROWS = (
 # --- from links and files --------------------------------------------------------------------------------------------
 
 _MAX_TABLES = 100  # compacted topics that are shown one by one
-_TABLES_S = 5.0  # the compacted topics are looked for once in this time, because each look reads all declarations
+_TABLES_S = 5.0  # between two looks for compacted topics, because each look reads all declarations
 
 
 def _backlogs(scrape: "Scrape") -> Samples:
@@ -466,7 +477,7 @@ _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each one, which says what `rate` knows without it
 
-Lag = tuple[str, str, int, int, float]  # group, topic, partition, messages, seconds
+Lag = tuple[str, str, int, int, float, int]  # group, topic, partition, messages, seconds, overtaken
 SCRAPED = (*ROWS, *FILES)
 
 
@@ -513,21 +524,19 @@ HTTP_SECONDS = (
     "Time that requests to /api took; a consume that waits takes as long as its client asks.",
     ("operation",),
 )
+_OF_GROUP = ("group", "topic", "partition")
 GROUP_LAG = (
     "kmq_group_lag",
-    f"Messages of a partition that a group has not committed; of at most {MOST_LAGS} partitions, by group.",
-    ("group", "topic", "partition"),
+    f"Messages of a partition that a group has not committed, or has given back; of at most {MOST_LAGS} partitions, by group.",
+    _OF_GROUP,
 )
-GROUP_LAG_SECONDS = (
-    "kmq_group_lag_seconds",
-    "Time since the first of these messages was received; 0 without one.",
-    ("group", "topic", "partition"),
-)
+GROUP_LAG_SECONDS = "kmq_group_lag_seconds", "Time since the first of them was received; 0 without one.", _OF_GROUP
+GROUP_OVERTAKEN = "kmq_group_overtaken_total", "Messages deleted before the group had read them.", _OF_GROUP
 DECLARED: list[tuple[str, str, tuple[str, ...]]] = [
     *(row[:3] for row in SCRAPED),
     *((timed.name, timed.help, ()) for timed in TIMED),
     *(BUILD_INFO, GRPC_REQUESTS, GRPC_SECONDS, EGRESS_REQUESTS, EGRESS_BYTES, HTTP_REQUESTS, HTTP_SECONDS),
-    *(KAFKA_REQUESTS, KAFKA_CONNECTIONS, KAFKA_BATCHES, GROUP_LAG, GROUP_LAG_SECONDS),
+    *(KAFKA_REQUESTS, KAFKA_CONNECTIONS, KAFKA_BATCHES, GROUP_LAG, GROUP_LAG_SECONDS, GROUP_OVERTAKEN),
 ]
 
 
@@ -576,7 +585,7 @@ class Requests:
     """The metrics of requests, which the gateway counts itself."""
 
     def __init__(self, lags: Callable[[], Awaitable[Iterable[Lag]]] | None = None) -> None:
-        """`lags` says how far the groups are."""
+        """`lags` returns the lags of groups."""
         self.registry = CollectorRegistry()
         self._requests = Counter(*GRPC_REQUESTS, registry=self.registry)
         self._seconds = Histogram(*GRPC_SECONDS, registry=self.registry, buckets=_BUCKETS)
@@ -591,16 +600,18 @@ class Requests:
         ProcessCollector(registry=self.registry)
         self._lag = Gauge(*GROUP_LAG, registry=self.registry)
         self._lag_seconds = Gauge(*GROUP_LAG_SECONDS, registry=self.registry)
+        self._overtaken = Counter(*GROUP_OVERTAKEN, registry=self.registry)
         self._lags = lags
 
     async def look(self) -> None:
-        """Look how far the groups are; call before each scrape."""
+        """Update the lags of groups. Call it before each scrape."""
         rows = await self._lags() if self._lags is not None else ()
-        self._lag.clear()
-        self._lag_seconds.clear()
-        for group, topic, partition, messages, seconds in rows:
+        for metric in (self._lag, self._lag_seconds, self._overtaken):
+            metric.clear()
+        for group, topic, partition, messages, seconds, overtaken in rows:
             self._lag.labels(group, topic, str(partition)).set(messages)
             self._lag_seconds.labels(group, topic, str(partition)).set(seconds)
+            self._overtaken.labels(group, topic, str(partition)).inc(overtaken)
 
     def count_http(self, operation: str, code: str, seconds: float) -> None:
         """Count one request to /api that has ended. `code`: why it was refused; OK if it was not."""

@@ -1,36 +1,43 @@
-"""What a consumer may read: the partitions of topics, their offsets, and records as checked bytes of the files.
+"""The partitions that consumers read: their offsets, and records as checked bytes of the files.
 
-Owner       None: it only reads, without a lock. Everything here reads files, so call it in a thread; a range or a
+    partition = partitions.open("orders", 0)
+    partition.bounds()            → (0, 20)
+    partition.read(17, MIB)       → (17, b"…three lines…")
+
+Owner       None: it only reads, without a lock. Everything here reads files, so call it in a thread. A range or a
             partition is used by one thread at a time.
 Invariant   Only durable and routed records are shown: the router writes a record to its partition after durability has
             synced it. A span is returned only after each of its blocks was read and checked (kmq.log.reader). It holds
-            whole lines, in order; all spans of a range together are the records first_offset…next_offset-1, `length`
+            whole lines, in order. All spans of a range together are the records first_offset…next_offset-1, `length`
             bytes. A batch is one span.
-End         The end of a range is fixed at its start. If damage hides the end, the range ends with good records in front
-            of the damage. A reader that resumes at next_offset then reaches the damage.
-Deletion    No offset ever means two records, also if a topic is deleted and made again (kmq/log/deletions.py). A
+End         The end of a range is fixed at its start. If damage hides the end, the range ends with the good records
+            before the damage. A reader that resumes at next_offset then reaches the damage.
+Deletion    No offset ever means two records, even if a topic is deleted and declared again (kmq/log/deletions.py). A
             partition that was opened before belongs to the deleted topic, and raises RequestRefused from then on.
-Files       One segment is open at a time, so a range of any length, and a batch while it has a file, costs two descriptors.
-            An open segment is read to its end even if retention deletes it. A segment that is deleted, or replaced by
-            compaction, before its turn raises FileNotFoundError.
-Memory      A number for each partition that was read.
-Not covered Who may read, and how far a group has come. A disk that returns other bytes the second time: checked bytes
-            are sent from the page cache a moment later.
+Files       One segment is open at a time, so a range of any length, and a batch while it has a file, costs two
+            descriptors. An open segment is read to its end even if retention deletes it. A segment that is deleted, or
+            replaced by compaction, before its turn raises FileNotFoundError.
+Memory      A number for each partition that was read; times.py for those that were searched by time.
+Not covered Access rights, and offsets of groups. A disk that returns other bytes the second time: checked bytes are
+            sent from the page cache a moment later.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from typing import NamedTuple
 
+from kmq.files import is_settled
 from kmq.gateway.core.broker import RequestRefused, check_data
+from kmq.gateway.core.times import DatedRecord, ShownTimes
 from kmq.log import deletions, identity, reader
-from kmq.log.bounds import Bounds, is_settled
+from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
 from kmq.log.reader import LogReader
-from kmq.log.segment import COMPACT, LOG_APPEND_TIME, CheckedLines, within
+from kmq.log.segment import COMPACT, LOG_APPEND_TIME, RECV_TS, CheckedLines, within
 from kmq.log.segment_reader import LineStart, SegmentReader
 from kmq.message import record
 from kmq.message.message import Message, messages
@@ -50,7 +57,7 @@ class Span(NamedTuple):
     nbytes: int
 
     def read(self) -> bytes:
-        """Return the bytes. Raises ConnectionAbortedError if the file has fewer: who sends them may have told how many."""
+        """Return the bytes. Raises ConnectionAbortedError if there are fewer: their number may have been sent."""
         data = os.pread(self.fd, self.nbytes, self.begin)
         if len(data) != self.nbytes:
             raise ConnectionAbortedError("the file has been cut")
@@ -80,11 +87,11 @@ class Range:
         self._parts: list[_Part] = []
         self._locate(end, max_bytes)
         self.length = sum(part.stop - part.begin for part in self._parts)
-        self.reached = self.first_offset  # behind the records of the spans that were taken
+        self.reached = self.first_offset  # offset after the spans that were taken
         self._spans = self._check()
 
     def take(self) -> Span | None:
-        """Return the next span; None at the end. Raises DamageError once all good records in front are taken."""
+        """Return the next span; None at the end. Raises DamageError once all earlier good records are taken."""
         return next(self._spans, None)
 
     def close(self) -> None:
@@ -102,7 +109,7 @@ class Range:
                 segment = SegmentReader(path, first, self._log.by_seq, following < _NEVER)
             except DamageError:
                 if self._parts:
-                    return  # a shorter range: the good records in front of the damage
+                    return  # a shorter range: the good records before the damage
                 raise
             with segment:
                 offset, begin, piece = first, 0, None
@@ -120,7 +127,7 @@ class Range:
                         return
                 stop, self.next_offset = segment.size, following
                 if piece is not None and piece.end == segment.size and piece.next_offset <= end < following:
-                    self.next_offset = piece.next_offset  # who follows gets few lines: they need no second look
+                    self.next_offset = piece.next_offset  # a follower gets few lines, which need no second look
                 elif end < following:
                     stop, self.next_offset = _end(segment, LineStart(offset, begin), end)
                 if stop > begin or segment.sealed:
@@ -155,16 +162,16 @@ class Range:
 
 
 def _checked(segment: SegmentReader, start: LineStart, stop: int) -> tuple[int, int, bool, DamageError | None]:
-    """Check the lines from `start` on, a span at most. Return (byte, offset) where they end, and why they end there.
+    """Check the lines from `start` on, at most a span. Return (byte, offset) of their end, and the error there, if any.
 
-    Nothing of them is kept: a client may take its time to read a span, and a line may have KMQ_MAX_LINE.
+    No line is kept, because a client may take its time to read a span, and a line may have KMQ_MAX_LINE.
     """
     offset, end = start
     try:
         for piece in segment.checked_lines(start.offset, start):
             following = min(piece.position + len(piece.lines), stop)
             if following <= start.position:
-                continue  # the block in front, which an unindexed start is checked against
+                continue  # the block before, against which an unindexed start is checked
             end, offset = following, piece.next_offset
             if end == stop or end - start.position >= PIECE_BYTES:
                 return end, offset, end == stop, None
@@ -174,7 +181,7 @@ def _checked(segment: SegmentReader, start: LineStart, stop: int) -> tuple[int, 
 
 
 def _check_whole(segment: SegmentReader, offset: int, following: int) -> None:
-    """Raise DamageError if the end of a sealed segment is missing; the WAL may have gaps, from drop_oldest."""
+    """Raise DamageError if the end of a sealed segment is missing. The WAL may have gaps, from drop_oldest."""
     if segment.sealed and not segment.by_seq and offset < following:
         raise segment.damage(segment.size, segment.size, offset, following, "the log ends before the next segment")
 
@@ -198,7 +205,7 @@ def _rest(piece: CheckedLines, offset: int, by_seq: bool) -> bytes:
 
 
 def _last_block_end(segment: SegmentReader, piece: CheckedLines, limit: int) -> int:
-    """Return the offset behind the last block up to byte `limit`, or behind `piece` if that is later."""
+    """Return the offset after the last block up to byte `limit`, or after `piece` if that is later."""
     if limit >= segment.size:
         return _NEVER
     with suppress(DamageError):
@@ -215,7 +222,7 @@ def _end(segment: SegmentReader, known: LineStart, end: int) -> tuple[int, int]:
 
 
 def _stop(segment: SegmentReader, offset: int, known: LineStart, end: int, limit: int = _NEVER) -> tuple[int, int]:
-    """Return the same by reading from record `offset` on, at most to byte `limit` or to damage."""
+    """Return the same as `_end` by reading from record `offset` on, at most to byte `limit` or to damage."""
     following, stop = known
     found = False
     try:
@@ -234,17 +241,18 @@ def _stop(segment: SegmentReader, offset: int, known: LineStart, end: int, limit
 # --- partitions ------------------------------------------------------------------------------------------------------
 
 END = (1 << 63) - 1  # beyond any offset
+_MOST_TIMES = 10_000  # partitions whose shown times are kept
 MAX_BATCH = PIECE_BYTES  # bytes: so a batch is always one span
 Signature = tuple[int, ...]
 
 
-IN_MEMORY = 1 << 16  # bytes of a batch that costs less to hold than to keep a file open for
+IN_MEMORY = 1 << 16  # bytes of a batch that is cheaper to hold than an open file
 
 
 class Batch(NamedTuple):
     """`lines` records from `offset` on, the bytes of `span`. Close `segment` when they have been sent.
 
-    Of a batch of at most IN_MEMORY bytes `segment` is None: it is closed already, and `text` has the bytes.
+    For a batch of at most IN_MEMORY bytes `segment` is closed already, and None. `text` has the bytes.
     """
 
     segment: SegmentReader | None
@@ -255,9 +263,10 @@ class Batch(NamedTuple):
 
 
 def _take(log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
-    """Return the records from `start` on and before `end`, of one segment and as far as they exist; None: there are none.
+    """Return records from `start` on and before `end`, of one segment; None if there are none.
 
-    The segment is opened once, and each block is checked once. Raises FileNotFoundError if a segment has gone meanwhile.
+    The segment is opened once, and each block is checked once. Raises FileNotFoundError if a segment has gone
+    meanwhile.
     """
     segments = log.segments()
     number = max(0, sum(first <= start for first, _ in segments) - 1)
@@ -277,7 +286,7 @@ def _take(log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
 
 
 def _first_of(segment: SegmentReader, log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
-    """Return the same of a segment. Blocks are taken until they are enough; of the last one as much as there is room for."""
+    """Return `_take` of one segment. Blocks are taken until they are enough, the last one only as far as it fits."""
     begin, last = -1, None
     try:
         for piece in segment.checked_lines(start, log.known_in(segment, start), log.near_in(segment)):
@@ -297,7 +306,7 @@ def _first_of(segment: SegmentReader, log: LogReader, start: int, end: int, max_
     if reached > end:
         stop, reached = stop - len(_rest(last, end, False)), end
     if stop - begin > max_bytes:
-        at = max(begin, last.position)  # what lies in front of it has room
+        at = max(begin, last.position)  # everything before it fits
         lines = last.lines[at - last.position : stop - last.position]
         keep = lines.rfind(b"\n", 0, max_bytes - (at - begin)) + 1
         if not keep and at == begin:
@@ -308,8 +317,8 @@ def _first_of(segment: SegmentReader, log: LogReader, start: int, end: int, max_
 
 
 def moment(position: Position) -> Position:
-    """Return a position for later. `latest` is the time now: damage hides the end, and what comes from now on is meant."""
-    return Position("time", time.time_ns() // 1000) if position.kind == "latest" else position
+    """Return a position for later use. `latest` becomes the present time: damage hides the end."""
+    return Position("received", time.time_ns() // 1000) if position.kind == "latest" else position
 
 
 class Partition:
@@ -331,7 +340,7 @@ class Partition:
         return self._from_seq
 
     def signature(self) -> Signature:
-        """Return numbers that change when records are added. Cheap. Take it before a read that may find nothing."""
+        """Return numbers that change when records are added. Cheap. Take them before a read that may find nothing."""
         with suppress(FileNotFoundError):
             found = os.stat(self.directory)
             seen = found.st_ino, found.st_mtime_ns
@@ -360,12 +369,12 @@ class Partition:
         return True
 
     def start(self) -> int:
-        """Return the offset of the first record that is still there, or, if there is none, of the next one."""
+        """Return the offset of the first record that is left; without records, of the next one."""
         return self.bounds()[0]
 
     def end(self) -> int:
-        """Return the offset that the next record gets. It never falls: the router cuts off what a full disk took only
-        half of, and writes the same records there when it has room.
+        """Return the offset that the next record gets. It never falls: when the disk is full the router cuts off
+        half-written records, and writes the same ones there when it has room.
         """
         return self.bounds()[1]
 
@@ -383,15 +392,22 @@ class Partition:
         start = min(self._log.first_offset, end) if self._log.segments() else end
         return min(max(start, offset), end)
 
+    def first_left(self, offset: int) -> int:
+        """Return this offset, or the first of the partition if that is higher. Reads no record."""
+        return max(offset, self._log.first_offset if self._log.segments() else self._owner.empty_at(self))
+
     def locate(self, position: Position) -> int:
-        """Return the offset that a position means now. Raises RequestRefused for an offset beyond the end."""
+        """Return the present offset of a position. Raises RequestRefused for an offset beyond the end."""
         if position.kind == "earliest":
             return self.start()
         if position.kind == "latest":
             return self.end()
         if position.kind == "time":
+            shown = self.first_shown(-(-position.value // 1000))
+            return self.end() if shown is None else shown.offset
+        if position.kind == "received":
             return self._log.offset_of_time(position.value)
-        if position.kind == "seq":  # of the WAL: the first record that has it, or a later one
+        if position.kind == "seq":  # of the WAL: the first record with this seq or a later one
             return self._log.offset_of_seq(position.value)
         start, end = self.start(), self.end()
         if position.value > end:
@@ -399,6 +415,21 @@ class Partition:
             text = f"{self.topic}/{self.number}: offset {position.value} is beyond first={start} end={end}"
             raise RequestRefused("out_of_range", text, field="offset", first=start, end=end)
         return max(start, position.value)
+
+    def first_shown(self, target: int) -> DatedRecord | None:
+        """Return the first message that is shown with `target` (ms) or a later time; None if there is none."""
+        if not self._owner.shows_receipt(self.topic):
+            return self._owner.times_of(self).first(self.start(), self.read, target)
+        found = self._log.find(target * 1000, RECV_TS)
+        return None if found is None else DatedRecord(record.stamp(found.line)[1] // 1000, found.offset)
+
+    def highest_shown(self) -> DatedRecord | None:
+        """Return the first of the messages that are shown with the highest time; None if the partition is empty."""
+        if not self._owner.shows_receipt(self.topic):
+            return self._owner.times_of(self).highest(self.start(), self.read)
+        start, end = self.bounds()  # the last record of a partition is never compacted
+        last = self._log.stamp_of(end - 1) if start < end else None
+        return None if last is None else self.first_shown(last[1] // 1000)
 
     def range(self, start: int, end: int = END) -> Range:
         """Return the records start…end-1, as far as they exist. Raises DamageError."""
@@ -410,8 +441,8 @@ class Partition:
     def batch(self, offset: int, max_bytes: int, most: int = END) -> Batch | None:
         """Return the next records from `offset` on: at most `max_bytes`, or one longer line. None: there are none.
 
-        `most`: offsets at most. Records before the first offset are gone: the batch then begins at the first offset.
-        Raises DamageError once all good records in front of the damage were returned.
+        `most`: the most offsets. If the first records are gone, the batch begins at the first offset that is left.
+        Raises DamageError once all good records before the damage were returned.
         """
         self.check()
         while True:
@@ -439,7 +470,7 @@ class Partition:
             yield messages(self.topic, self.number, first, lines, self._owner.marks_from), offset
 
     def back(self, end: int, nbytes: int) -> int:
-        """Return where the last `nbytes` before offset `end` begin: at least a record, at most all of its segment."""
+        """Return the offset where the last `nbytes` before `end` begin: at least a record, at most all its segment."""
         return min(end - 1, self._log.back(end, nbytes))
 
     def received_at(self, offset: int) -> float | None:
@@ -453,13 +484,28 @@ class Partitions:
     """All partitions of a data directory."""
 
     def __init__(self, data: str, is_unsure: Callable[[], bool] = lambda: False) -> None:
-        """`is_unsure`: another broker of our shard may lead, and know later records."""
+        """`is_unsure`: another broker of our shard may lead, and may have later records."""
         self.data, self.marks_from, self._is_unsure = data, identity.marks_from(data), is_unsure
         self._bounds = Bounds(data)
         self._reached: dict[tuple[str, int], int] = {}
+        # by partition, with its topic's from_seq; most recently used last
+        self._times: dict[tuple[str, int], tuple[int | None, ShownTimes]] = {}
+        self._times_lock = threading.Lock()
+
+    def times_of(self, partition: Partition) -> ShownTimes:
+        """Return the index of a partition's shown times."""
+        place, name = (partition.topic, partition.number), f"{partition.topic}/{partition.number}"
+        with self._times_lock:
+            from_seq, times = self._times.pop(place, (partition.from_seq, ShownTimes(name)))
+            if from_seq != partition.from_seq:  # of a deleted topic of that name
+                times = ShownTimes(name)
+            self._times[place] = partition.from_seq, times
+            if len(self._times) > _MOST_TIMES:
+                del self._times[next(iter(self._times))]
+            return times
 
     def reach(self, partition: Partition, end: int) -> int:
-        """Note that a partition has records up to `end`; return up to where it ever had. Ends only grow, also in a
+        """Note that a partition has records up to `end`. Return the highest end it ever had. Ends only grow, even in a
         second life of a topic.
         """
         place = partition.topic, partition.number
@@ -475,7 +521,7 @@ class Partitions:
             raise RequestRefused("not_ready", text)
 
     def reached(self, place: tuple[str, int]) -> int:
-        """Return up to which offset a partition is known to have records, without a look at its files."""
+        """Return the offset up to which a partition is known to have records, without a look at its files."""
         return self._reached.get(place, 0)
 
     def count(self, topic: str) -> int:
@@ -489,14 +535,14 @@ class Partitions:
         """
         if record.is_topic_name(topic):
             found = self._bounds.declared(topic)
-            # Behind the read: a data directory that goes meanwhile reads as a topic that is another.
+            # After the read: if the data directory goes meanwhile, the declaration reads as another topic's.
             if os.path.isdir(f"{self.data}/topics/{topic}"):
                 return found
         check_data(self.data)
         raise RequestRefused("unknown_topic", f"there is no topic {topic}; a first message makes it")
 
     def declared_of(self, topics: Iterable[str]) -> dict[str, tuple[int, int | None]]:
-        """Return what `declared` says of those of these topics that exist. Raises RequestRefused without any topics."""
+        """Return `declared` of each of these topics that exists. Raises RequestRefused if there are no topics."""
         found = {}
         for topic in topics:
             try:
@@ -512,11 +558,11 @@ class Partitions:
         return found.grown[0][1] if found.grown else found.partitions
 
     def is_compacted(self, topic: str) -> bool:
-        """Return True if only the last record of each key is kept of a topic that exists."""
+        """Return True if an existing topic keeps only the last record of each key."""
         return dict(self._bounds.declaration(topic).limits).get("cleanup") == COMPACT
 
     def shows_receipt(self, topic: str) -> bool:
-        """Return True if Kafka's consumers of a topic that exists are shown when its records were received."""
+        """Return True if Kafka consumers of an existing topic are shown the time of receipt."""
         return dict(self._bounds.declaration(topic).limits).get("message_timestamp_type") == LOG_APPEND_TIME
 
     def from_seq(self, topic: str) -> int | None:
@@ -527,6 +573,18 @@ class Partitions:
         """Return a partition. Raises RequestRefused if it does not exist."""
         self._check(topic, number)
         return Partition(self, topic, number)
+
+    def first_beyond(self, offsets: Iterable[tuple[tuple[str, int], int]]) -> RequestRefused | None:
+        """Return the refusal of the first of these offsets that is beyond its partition's end; None if none is."""
+        for place, offset in offsets:
+            try:
+                self.open(*place).locate(Position("offset", offset))
+            except RequestRefused as err:
+                if err.code in ("out_of_range", "not_ready"):
+                    return err
+            except DamageError:
+                pass  # its end is unknown
+        return None
 
     def bounds(self, topic: str, number: int) -> tuple[int, int]:
         """Return (first offset, end offset), cached until a file changes. Refuses what `open` refuses."""
@@ -540,6 +598,6 @@ class Partitions:
             raise RequestRefused("unknown_partition", f"topic {topic} has {count} partitions, so there is no {number}")
 
     def empty_at(self, partition: Partition) -> int:
-        """Return where a partition without segments begins."""
+        """Return the offset at which a partition without segments begins."""
         check_data(self.data)
         return deletions.Deleted.of(self.data).first_offset(partition.topic, partition.number)

@@ -1,11 +1,13 @@
-"""Producing for doors with types: messages in, and for each its partition and offset, or why it was refused.
+"""Producing for typed doors (HTTP, gRPC): stores messages, and returns each one's partition and offset, or its refusal.
+
+    await producing.produce("orders", [NewMessage(b"a", b"v")])    → [Stored(seq 501, partition 0, offset 17)]
 
 Who sends   Neither id nor producer: at least once. `id` alone: any text, in a window of the topic's own. `producer`
-            with `id`: decimal and rising; each is stored exactly once, and a later line client of this name fences us.
+            with `id`: decimal and rising. Each is stored exactly once, and a later line client of this name fences us.
 Invariant   A message has a place only when it is durable and in its partition. A message that is durable but not there
-            within ROUTED_S is refused as `stored_not_routed`, with its seq; the same id again stores it once.
-Connections One for each producer and for each topic's window, at most _MOST; the one idle for longest makes room.
-Memory      What callers have handed over until it is answered, which doors bound; the results.
+            within ROUTED_S is refused as `stored_not_routed`, with its seq. Sending the same id again stores it once.
+Connections One for each producer and for each topic's window, at most _MOST. The one that is idle longest makes room.
+Memory      Messages until they are answered, bounded by the doors; and the results.
 """
 
 import asyncio
@@ -25,6 +27,7 @@ from kmq.errors import KmqError
 from kmq.gateway.core.broker import RequestRefused, refusal_of
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.finding import PlaceFinder, Places, StoredPlace
+from kmq.gateway.core.ingress import own_address
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 from kmq.message import record
@@ -40,7 +43,7 @@ _REPLACE_S = 1.0  # shortest time before a producer that ingress refused for goo
 
 
 class NewMessage(NamedTuple):
-    """A message to be stored. `partition`: None lets the key decide. `timestamp`: seconds; None: now."""
+    """A message to be stored. `partition`: None lets the key decide. `timestamp`: in seconds; None: now."""
 
     key: bytes | None
     value: bytes | None
@@ -51,7 +54,7 @@ class NewMessage(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A message that is stored. `seq` is 0 and the place is None where only the id of an old message is known."""
+    """A stored message. `seq` is 0 and the place is None if only the id of an old message is known."""
 
     seq: int
     partition: int | None
@@ -75,20 +78,20 @@ class _Sender:
 
     @property
     def is_spent(self) -> bool:
-        """Return True if ingress has refused it for good, and another attempt may be made."""
+        """Return True if ingress has refused it for good, and it may be replaced now."""
         failed = self.producer.failed
         return failed is not None and (isinstance(failed, Fenced) or time.monotonic() - self.since > _REPLACE_S)
 
 
 class Producing:
-    """All doors' producers. `stop` refuses what comes afterwards; `close` ends the connections."""
+    """All doors' producers. `stop` refuses later messages; `close` ends the connections."""
 
     def __init__(self, settings: Settings, watermark: Watermark, log: Logger) -> None:
         self._watermark, self._log = watermark, log
         self._finder = PlaceFinder(settings.data)
         self._max_line = settings.max_line
-        self._senders: OrderedDict[tuple[str, str], _Sender] = OrderedDict()  # the one used last at the end
-        self._background: set[asyncio.Task[None]] = set()  # what nobody waits for
+        self._senders: OrderedDict[tuple[str, str], _Sender] = OrderedDict()  # least recently used first
+        self._background: set[asyncio.Task[None]] = set()  # that no caller awaits
 
     async def close(self) -> None:
         await asyncio.gather(*self._background)
@@ -100,7 +103,7 @@ class Producing:
     # --- producing ---------------------------------------------------------------------------------------------------
 
     async def produce(self, topic: str, messages: Sequence[NewMessage], producer: str = "") -> list[Outcome]:
-        """Store messages of one topic, and return what became of each, in order. Raises RequestRefused for all."""
+        """Store messages of one topic. Return the outcome of each, in order. Raises RequestRefused for all."""
         outgoing = self._format(topic, messages)
         delivery = await self._send(topic, outgoing, producer)
         seqs = delivery.seqs
@@ -122,13 +125,13 @@ class Producing:
         return outcomes
 
     def send(self, topic: str, messages: Sequence[NewMessage], producer: str, over: Callable[[], None]) -> None:
-        """Send messages of a request that does not wait. `over` is called when the broker has replied, or not in time."""
+        """Send messages of a request that does not wait. `over` is called after the broker's reply, or its deadline."""
 
         async def work() -> None:
             try:
                 await self._send(topic, self._format(topic, messages), producer)
             except RequestRefused:
-                pass  # nobody asked to hear of it
+                pass  # no caller awaits it
             finally:
                 over()
 
@@ -174,7 +177,7 @@ class Producing:
             sender.users -= 1
 
     async def places(self, topic: str, wanted: Sequence[tuple[bytes, int]]) -> Places:
-        """Return the places of these records, as soon as the router has passed all of them, or after ROUTED_S."""
+        """Return the places of these records, once the router has passed all of them, or after ROUTED_S."""
         if not wanted:
             return {}
         last = max(seq for _, seq in wanted)
@@ -189,7 +192,7 @@ class Producing:
             raise RequestRefused("damaged", f"the messages are stored, but {err}") from err
 
     async def place_of(self, topic: str, routing_key: bytes, seq: int) -> tuple[int, int] | None:
-        """Return partition and offset of a stored message; None: it has none any more. Raises RequestRefused."""
+        """Return partition and offset of a stored message; None: it was removed. Raises RequestRefused."""
         place = (await self.places(topic, [(routing_key, seq)])).get(seq) if seq else None
         if place is None and seq > self._watermark.routed:
             raise RequestRefused("stored_not_routed", self._where(seq), seq=seq)
@@ -222,18 +225,19 @@ class Producing:
             self._log.warn("produce_stalled", waiting=text)
 
         return AsyncProducer.local(
+            own_address,
             producer=name if kind == "producer" else "",
             first_id=1 if kind == "producer" else None,
             window=window_of(name) if kind == "window" else "",
             dedupe=kind != "letters",  # these lines have no ids
-            retry=frozenset(),  # the client hears of a refusal at once, because only the client knows how long to retry
+            retry=frozenset(),  # report a refusal at once: only the client knows how long to retry
             delivery_timeout_s=ANSWER_S,
             timeout_s=2 * ANSWER_S,
             on_stall=stalled,
         )
 
     def _make_room(self) -> None:
-        """End connections that are idle for long, and one more if there are too many. Raises RequestRefused."""
+        """End connections that are idle too long, and one more if there are too many. Raises RequestRefused."""
         idle = [key for key, sender in self._senders.items() if sender.is_idle]
         old = [key for key in idle if time.monotonic() - self._senders[key].since > _IDLE_S]
         if len(self._senders) - len(old) >= _MOST:
@@ -266,7 +270,7 @@ def window_of(topic: str) -> str:
 
 
 def _refusals(delivery: Delivery) -> dict[int, RequestRefused]:
-    """Return why messages have no seq, by their place in the list."""
+    """Return the refusals of messages without a seq, by their index in the list."""
     refused = {place: refusal_of(error) for place, error in delivery.refused.items()}
     if delivery.answered < delivery.count:
         error = delivery.error

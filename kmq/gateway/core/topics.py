@@ -1,12 +1,14 @@
-"""Topics as doors administer them: create, list, describe, change, delete, also only their first records.
+"""Administration of topics for all doors: create, list, describe, change, delete, and delete the first records.
 
-Owner       the router carries everything out (kmq/log/topic_changes.py); this module declares, asks and waits.
+    await topics.create("orders", 8, {"retentionMs": 86400000})    → TopicState(orders, 8 partitions, …), True
+
+Owner       the router makes every change (kmq/log/topic_changes.py). This module declares, requests and waits.
 Invariant   A creation, change or deletion that returns is on disk. It is in force too, unless `from_seq` is None.
-Crash       A request that nobody has carried out stays in topics/ and is carried out by the router's next start.
+Crash       A request that is not carried out stays in topics/, and the router's next start carries it out.
 Growth      Stored records stay where they are. New records of a key may go to another partition than its stored ones,
             so a topic whose records have keys grows only with `force` (kmq/log/topics.py).
 Options     Typed clients name them as HTTP does; the Kafka protocol writes retention.ms for retentionMs. A number of -1
-            is no limit; None takes the topic's own limit away, so that the setting applies again.
+            is no limit. None removes the topic's own limit, so that the setting applies again.
 """
 
 import asyncio
@@ -66,11 +68,12 @@ OPTIONS = {
     "deleteRetentionMs": Option("delete_retention", _age_text, _age),
     "maxDeliveries": Option("max_deliveries", _count_text, _count),
     "messageTimestampType": Option("message_timestamp_type", str, str),
+    "kafkaSettings": Option("kafka_settings", str, str),
 }
 
 
 def limits_of(options: Mapping[str, Value]) -> dict[str, str]:
-    """Return the texts of these options as limits of topic.toml; "" is none of its own. Raises RequestRefused."""
+    """Return these options as texts of topic.toml; "" removes the topic's own. Raises RequestRefused."""
     limits = {}
     for name, value in options.items():
         option = OPTIONS[name]
@@ -83,12 +86,12 @@ def limits_of(options: Mapping[str, Value]) -> dict[str, str]:
 
 
 def values_of(limits: Limits) -> dict[str, int | str]:
-    """Return every option as it is in force."""
+    """Return every option with its present value."""
     return {name: option.value(getattr(limits, option.limit)) for name, option in OPTIONS.items()}
 
 
 async def declare_own(data: str, name: str, partitions: int, limits: dict[str, str]) -> None:
-    """Declare a topic that the gateway writes for itself, unless it is there. Raises RequestRefused."""
+    """Declare a topic of the gateway itself, unless it exists. Raises RequestRefused."""
     if not os.path.isdir(f"{data}/topics/{name}"):
         try:
             await asyncio.to_thread(topics.declare, data, name, partitions, limits, own=True)
@@ -104,9 +107,9 @@ _POLL_S = 0.01
 
 
 class TopicState(NamedTuple):
-    """A topic as it is declared. `from_seq`: since when it is in force; None: not yet. `options`: all in force.
+    """A declared topic. `from_seq`: since when it is in force; None: not yet. `options`: present values of all.
 
-    `own`: the names of those options that the topic has of its own.
+    `own`: the names of options that the topic has set itself.
     """
 
     name: str
@@ -142,10 +145,11 @@ class TopicAdmin:
     def states(self, names: Iterable[str]) -> list[TopicState]:
         """Return these topics, in this order. Looks at a file for each: call it in a thread.
 
-        Parsed are only files that have changed, and equal limits once: the console asks for all topics at each poll.
+        Only files that have changed are parsed, and equal limits once, because the console asks for all topics at each
+        poll.
         """
         check_data(self._data)
-        # Requests stand in the directory of all topics. To list it for each topic would cost 4 s for 2,000 topics.
+        # Requests lie in the directory of all topics. Listing it for each topic would take 4 s for 2,000 topics.
         waiting: dict[str, list[TopicRequest]] = {}
         for request in topic_changes.waiting(self._data):
             waiting.setdefault(request.topic, []).append(request)
@@ -183,7 +187,7 @@ class TopicAdmin:
         return record.is_topic_name(name) and os.path.isdir(f"{self._data}/topics/{name}")
 
     def defaults(self) -> dict[str, int | str]:
-        """Return every option of a topic that has none of its own."""
+        """Return every option of a topic that has set none itself."""
         self._in_force.changed()
         return self._options({})
 
@@ -205,6 +209,7 @@ class TopicAdmin:
             raise bad_field(
                 "name", "must match [A-Za-z0-9_][A-Za-z0-9_.-]{0,199} and not begin with append, dropped or __"
             )
+        _check_letters(name, limits)
         if not 1 <= partitions <= topics.MAX_PARTITIONS:
             raise bad_field("partitions", f"must be between 1 and {topics.MAX_PARTITIONS}")
         if partitioner not in (None, *topics.PARTITIONERS):
@@ -213,7 +218,7 @@ class TopicAdmin:
             is_made = await asyncio.to_thread(self._declare, name, partitions, limits, partitioner)
         if is_made:
             is_in_force = await self._wait(lambda: topics.load(self._data, name)[1] is not None)
-            if is_in_force:  # or a message, which was on its way already, has made it
+            if is_in_force:  # otherwise a message that was sent before has created it
                 chosen = partitioner or topics.DEFAULT_PARTITIONER
                 await asyncio.to_thread(self._refuse_other, name, partitions, limits, chosen)
         return await self.describe(name), is_made
@@ -228,13 +233,13 @@ class TopicAdmin:
                 )
                 return True
             except ConfigError as err:
-                if not self.exists(name):  # a message may have made it just now
+                if not self.exists(name):  # a message may have created it just now
                     raise RequestRefused("topic_exists", str(err)) from None
         self._refuse_other(name, partitions, limits, partitioner)
         return False
 
     def _refuse_other(self, name: str, partitions: int, limits: dict[str, str], partitioner: str | None) -> None:
-        """Raise RequestRefused if the topic that exists differs."""
+        """Raise RequestRefused if the existing topic differs."""
         declared = topics.read(self._data, name)
         if declared.partitions != partitions:
             text = f"topic {name!r}: exists with {declared.partitions} partition(s)"
@@ -305,6 +310,7 @@ class TopicAdmin:
             Limits().with_changes(own)
         except ConfigError as err:
             raise RequestRefused("bad_request", str(err)) from None
+        _check_letters(name, limits)
         return topic_changes.submit(self._data, topic_changes.SET, name, limits)
 
     async def delete(self, name: str) -> None:
@@ -316,13 +322,13 @@ class TopicAdmin:
         )
         await self._carried_out(request)
         left = await asyncio.to_thread(lambda: self.exists(name) and topics.load(self._data, name))
-        if left and left[1] == before.from_seq:  # otherwise a message has made it again
+        if left and left[1] == before.from_seq:  # otherwise a message has created it again
             raise RequestRefused("internal", f"topic {name!r}: was not deleted; see event request_refused in the log")
 
     async def delete_before(self, name: str, starts: Mapping[int, int], patience_s: float = _ADOPT_S) -> dict[int, int]:
-        """Delete what partitions of a topic have before these offsets; return the first offset of each by then.
+        """Delete the records before these offsets; return the resulting first offset of each partition.
 
-        That is a lower one if the router is not up, has no room for a copy of the records behind it, or is too slow.
+        It is lower than asked if the router is down or too slow, or has no room for a copy of the records after it.
         """
         _refuse_reserved(name, "truncated")
         topic = await self.describe(name)
@@ -348,7 +354,7 @@ class TopicAdmin:
             raise RequestRefused("not_ready", text)
 
     async def _wait(self, is_done: Callable[[], bool], patience_s: float = _ADOPT_S) -> bool:
-        """Wait for the router; return False if it is not up, or too slow."""
+        """Wait for the router; return False if it is down or too slow."""
         deadline = time.monotonic() + patience_s
         while not await asyncio.to_thread(is_done):
             if time.monotonic() > deadline or not self._broker.verdict().ready:
@@ -362,6 +368,13 @@ def _state(name: str, declared: Declaration, options: dict[str, int | str], own:
     return TopicState(name, declared.partitions, declared.from_seq, options, declared.partitioner, names)
 
 
+def _check_letters(name: str, limits: dict[str, str]) -> None:
+    try:
+        topics.check_letters(name, limits)
+    except ConfigError as err:
+        raise bad_field("maxDeliveries", str(err).partition(": ")[2]) from None
+
+
 def _refuse_reserved(name: str, what: str) -> None:
     """Raise RequestRefused for a topic of KMQ itself: a retention of a second would delete all committed offsets."""
     if name.startswith("__"):
@@ -369,5 +382,5 @@ def _refuse_reserved(name: str, what: str) -> None:
 
 
 def _parsed(limit: str, text: str) -> object:
-    """Return what a limit's text means; "" means the setting."""
+    """Return the value of a limit's text; "" means the setting."""
     return getattr(Limits().with_changes({limit: text}), limit) if text else None

@@ -1,18 +1,19 @@
-"""Who gets which partition: range, roundrobin, sticky, cooperative-sticky. Pure functions of what they are given.
+"""Assignors: which member gets which partition. range, roundrobin, sticky and cooperative-sticky, as pure functions.
 
-    assign(name, subscribers, partitions_of, prior)        each partition of a subscribed topic, once
+    assign("range", {"a": {"orders"}, "b": {"orders"}}, {"orders": 3}, {})    → {"a": [orders/0, orders/1], "b":
+    [orders/2]}
 
-Invariants  Every partition of a topic that somebody subscribes to has exactly one owner, which subscribes to it.
-            The result depends on nothing but the arguments' values: not on the order of a dict or a set.
+Invariants  Every partition of a subscribed topic has exactly one owner, which subscribes to the topic.
+            The result depends only on the arguments' values, not on the order of a dict or a set.
             roundrobin and the sticky ones: members of equal subscriptions differ by at most one partition.
-            The sticky ones leave the most even loads that the subscriptions allow: no partition can be handed on,
-            directly or along a chain of members, from a member to one that has at least two fewer. (A search along all
+            The sticky ones leave the most even loads that the subscriptions allow: no partition can be moved, directly
+            or along a chain of members, from a member to another with at least two fewer. (A search along all
             such chains that finds nothing proves it.)
             With equal subscriptions no assignment that is as even moves fewer partitions than the sticky ones do. With
             different subscriptions a partition moves only where that makes loads more even.
-Bound       The sticky ones count the steps of their searches, to BUDGET in all: a quarter of a second. Beyond it the
-            result is complete, and less even. Only thousands of partitions and hundreds of different subscriptions
-            get there.
+Bound       The sticky ones count the steps of their searches, to BUDGET in all: a quarter of a second. Above it the
+            result is complete, but less even. Only thousands of partitions and hundreds of different subscriptions
+            reach it.
 Not covered Racks; weights of partitions.
 """
 
@@ -36,7 +37,7 @@ def assign_sticky(
     partitions_of: Mapping[str, int],
     prior: Mapping[str, Collection[TopicPartition]],
 ) -> Assignments:
-    """Return who gets what. `members_of`: topic → its subscribers, for every topic with partitions and subscribers."""
+    """Return the assignments. `members_of`: topic → its subscribers, for topics with partitions and subscribers."""
     kept: Assignments = {}
     free = {TopicPartition(topic, n): None for topic in members_of for n in range(partitions_of[topic])}
     for member, topics in subscribers.items():
@@ -51,7 +52,7 @@ def assign_sticky(
 
 
 def _level(kept: Assignments, free: list[TopicPartition]) -> Assignments:
-    """All may have all: who holds most keeps one more than the others, as far as the number does not divide."""
+    """Level loads when all members subscribe to all topics. The remainder goes to the members with most partitions."""
     if not kept:
         return kept
     share, extra = divmod(sum(map(len, kept.values())) + len(free), len(kept))
@@ -68,7 +69,7 @@ def _fill(kept: Assignments, free: list[TopicPartition], members_of: Mapping[str
     """Give each free partition to the least loaded of its topic's subscribers. Topics with few subscribers first."""
     place = {member: number for number, member in enumerate(kept)}
     free.sort(key=lambda partition: (len(members_of.get(partition.topic, kept)), partition))
-    heaps: dict[str, list[tuple[int, int, str]]] = {}  # by topic: load as it was, place, member
+    heaps: dict[str, list[tuple[int, int, str]]] = {}  # by topic: load when pushed, place, member
     for partition in free:
         topic = partition.topic if members_of else ""
         if topic not in heaps:
@@ -76,7 +77,7 @@ def _fill(kept: Assignments, free: list[TopicPartition], members_of: Mapping[str
             heapify(heaps[topic])
         heap = heaps[topic]
         load, number, member = heappop(heap)
-        while load != len(kept[member]):  # it was given more through another topic
+        while load != len(kept[member]):  # it has more now, through another topic
             heappush(heap, (len(kept[member]), number, member))
             load, number, member = heappop(heap)
         kept[member].append(partition)
@@ -84,7 +85,7 @@ def _fill(kept: Assignments, free: list[TopicPartition], members_of: Mapping[str
 
 
 class _Held:
-    """What one member has of one topic: what it had before is at `home`, the rest are `guests`."""
+    """One member's partitions of one topic: `home` were its own before, `guests` were not."""
 
     __slots__ = ("guests", "home")
 
@@ -94,12 +95,12 @@ class _Held:
 
     @property
     def next(self) -> list[TopicPartition]:
-        """What to hand on from: guests cost no move."""
+        """Return the partitions to move from here: guests first, because they cost no move."""
         return self.guests or self.home
 
 
 class _Chains:
-    """Hands partitions on along chains of members, until no chain makes loads more even."""
+    """Moves partitions along chains of members, until no chain makes loads more even."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class _Chains:
         self._steps = BUDGET
 
     def shorten(self) -> Assignments:
-        """Shorten the longest loads first, until a pass changes nothing; then bring home what evenness allows."""
+        """Shorten the longest loads first, until a pass changes nothing. Then return guests where loads stay even."""
         self._give_directly()
         changed = True
         while changed and self._steps > 0:
@@ -132,7 +133,7 @@ class _Chains:
         }
 
     def _give_directly(self) -> None:
-        """Hand on from the most loaded members to the least loaded ones, while that makes them more even.
+        """Move partitions from the most loaded members to the least loaded ones, while that evens loads.
 
         Chains would find the same moves by one search for each; here a move costs one step in a heap.
         """
@@ -152,7 +153,7 @@ class _Chains:
                 heapreplace(receivers, (load + 1, receiver))
 
     def _sources(self, giver: str, receiver: str) -> Iterator[list[TopicPartition]]:
-        """Yield what holds a partition that `giver` can hand on to `receiver`, as long as there is one."""
+        """Yield lists with a partition that `giver` can pass to `receiver`, as long as there is one."""
         for topic, held in self._held[giver].items():
             self._steps -= 1
             if topic in self._subscribers[receiver]:
@@ -160,9 +161,9 @@ class _Chains:
                     yield held.next
 
     def _hand_on(self, giver: str) -> bool:
-        """Find the cheapest chain from `giver` to a member with at least two fewer, and hand on along it."""
+        """Find the cheapest chain from `giver` to a member with at least two fewer, and move partitions along it."""
         limit = self._load[giver] - 2
-        came: dict[str, tuple[str, str]] = {giver: ("", "")}  # member → who hands to it, of which topic
+        came: dict[str, tuple[str, str]] = {giver: ("", "")}  # member → its giver, and of which topic
         done, free, paid = set[str](), set[str](), set[str]()  # members; topics whose subscribers are reached
         queue = deque([giver])
         while queue and self._steps > 0:
@@ -185,7 +186,7 @@ class _Chains:
         return False
 
     def _carry_out(self, giver: str, last: str, came: Mapping[str, tuple[str, str]]) -> None:
-        """Hand on as many as make the two ends even and every link of the chain has."""
+        """Move as many as make the two ends even, at most as many as each link of the chain has."""
         links: list[tuple[str, str, str]] = []
         member = last
         while member != giver:
@@ -206,12 +207,12 @@ class _Chains:
         (held.home if self._home.get(partition) == member else held.guests).append(partition)
 
     def _bring_home(self) -> None:
-        """Give guests back to the members that had them before, as far as the loads stay as even as they are."""
+        """Return guests to their former owners, as far as the loads stay as even as they are."""
         while self._steps > 0 and any(self._give_back(member, topic) for member, topic in self._away()):
             pass
 
     def _away(self) -> list[tuple[str, str]]:
-        """Return which members hold guests of which topics that another member had before."""
+        """Return (member, topic) of guests that had another owner before."""
         return [
             (member, topic)
             for member, topics in self._held.items()
@@ -220,7 +221,7 @@ class _Chains:
         ]
 
     def _give_back(self, member: str, topic: str) -> bool:
-        """Give back the guests of `topic`, one after the other; return whether one went home."""
+        """Return the guests of `topic` home, one by one. Return True if one went home."""
         guests, any_went = self._held[member][topic].guests, False
         for partition in [partition for partition in guests if partition in self._home]:
             home = self._home[partition]
@@ -240,10 +241,10 @@ class _Chains:
         return any_went
 
     def _way(self, start: str, end: str) -> list[tuple[str, str, str]] | None:
-        """Find how `start`, which is to get one from `end`, leaves the loads even: links, or None.
+        """Find a chain that keeps loads even when `start` gets a partition from `end`: links, or None.
 
-        A link is (giver, topic, receiver): a guest of that topic is handed on. Topic "": the giver keeps one more and
-        the receiver has one less, which is as even where it had just one more.
+        A link is (giver, topic, receiver): a guest of that topic moves. Topic "": the giver keeps one more and the
+        receiver has one less, which is as even if it had just one more.
         """
         came: dict[str, tuple[str, str]] = {start: ("", "")}
         topics = set[str]()  # whose subscribers are reached
@@ -273,23 +274,23 @@ class _Chains:
 # --- assignors -------------------------------------------------------------------------------------------------------
 
 Topics = Mapping[str, frozenset[str]]  # member → the topics that it subscribes to
-Prior = Mapping[str, Collection[TopicPartition]]  # member → what it had
+Prior = Mapping[str, Collection[TopicPartition]]  # member → its former partitions
 
 COOPERATIVE = "cooperative-sticky"
 DEFAULT = COOPERATIVE
 
 
 def assign(name: str, subscribers: Topics, partitions_of: Mapping[str, int], prior: Prior) -> Assignments:
-    """Return who gets what by the assignor `name`.
+    """Return the assignments by the assignor `name`.
 
-    `subscribers`: in the order in which the first of them is preferred (the caller sorts it). `partitions_of`: topic →
-    number of partitions; a topic that is missing there has none. `prior`: what each member had, for the sticky ones.
+    `subscribers`: member → topics, the preferred member first (the caller sorts them). `partitions_of`: topic → number
+    of partitions; a missing topic has none. `prior`: the partitions that each member had, for the sticky ones.
     """
     return ASSIGNORS[name](subscribers, partitions_of, prior)
 
 
 def _subscribed(subscribers: Topics, partitions_of: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return topic → its subscribers, in the order of topics and of members; topics without partitions left out."""
+    """Return topic → its subscribers, in the order of topics and of members. Topics without partitions are left out."""
     found: dict[str, list[str]] = {topic: [] for topic in sorted(frozenset().union(*subscribers.values()))}
     for member, topics in subscribers.items():
         for topic in topics:
@@ -298,7 +299,7 @@ def _subscribed(subscribers: Topics, partitions_of: Mapping[str, int]) -> dict[s
 
 
 def _range(subscribers: Topics, partitions_of: Mapping[str, int], prior: Prior) -> Assignments:
-    """Topic by topic a run of neighbours for each member; the first members get one more."""
+    """By topic, give each member a run of consecutive partitions. The first members get one more."""
     given: Assignments = {member: [] for member in subscribers}
     for topic, members in _subscribed(subscribers, partitions_of).items():
         share, extra = divmod(partitions_of[topic], len(members))
@@ -311,7 +312,7 @@ def _range(subscribers: Topics, partitions_of: Mapping[str, int], prior: Prior) 
 
 
 def _roundrobin(subscribers: Topics, partitions_of: Mapping[str, int], prior: Prior) -> Assignments:
-    """All partitions in turn to all members in turn; who does not subscribe to the topic is passed over."""
+    """Deal all partitions to all members in turn. A member that does not subscribe to the topic is skipped."""
     given: Assignments = {member: [] for member in subscribers}
     turns = cycle(subscribers)
     for topic in _subscribed(subscribers, partitions_of):

@@ -1,52 +1,55 @@
 """All consumer groups of a broker, whatever door their members came through. Calls go in, events come out.
 
-    coordinator = Coordinator(GroupLimits(), "a3f", starts=7)        one for the gateway; no I/O, no clock, no thread of its own
-    coordinator.restore(group, generation, now)                 at the start, for each group with committed offsets
+    coordinator = Coordinator(GroupLimits(), "a3f", starts=7)        one for the gateway; no I/O, clock or thread of its
+    own coordinator.restore(group, generation, now)                 at the start, for each group with committed offsets
     coordinator.topics_changed({"orders": 8}, now)              all topics with their partitions, before the first join
     member = coordinator.join(group, None, Client("etl", "10.0.0.7"), MemberOptions(("orders",)), now)
     due = coordinator.tick(now)                                 after every batch of calls, and at `due` at the latest
     for event in coordinator.take_events(): …                   Revoke, Assigned, Ended, Forgotten: send them, in order
 
 What a door does with a member
-    it joined           awaits the member's first Assigned (after the next tick, at most a second later in large groups)
-    Revoke(partitions)  asks the member to stop reading them and to commit; `revoked` with this generation when it says so
+    after a join        awaits the member's first Assigned (after the next tick, at most a second later in large groups)
+    Revoke(partitions)  asks the member to stop reading them and to commit; `revoked` with this generation when it says
+                        so
     Assigned(partitions) tells the member; `sync` when the member knows (on a connection of lines: when it is written),
                         but not before it has answered every Revoke of an older generation
-    a request of HTTP   `revoked(…, generation as the member gives it)`: who shows the newest generation has seen its
-                        assignment, and reads nothing else; then what it asks for. A fetch is `beat(…, polled=True)`
+    an HTTP request     `revoked(…, generation as the member gives it)`: a member that shows the newest generation has
+                        seen its assignment, and reads nothing else. Then the request itself. A fetch is
+                        `beat(…, polled=True)`
     a commit            `check_commit`, then it is stored, then `committed`
-    Kafka's protocol    JoinGroup is `join`, then `revoked` if it says that it reads nothing of what it was asked for. It
-                        is answered when no step `is_due`, and names no leader, so that no client assigns. SyncGroup is
-                        `sync`. A heartbeat of a generation before `changed` is answered by REBALANCE_IN_PROGRESS
+    Kafka's protocol    JoinGroup is `join`, then `revoked` if the member says that it has stopped reading what was
+                        revoked. The reply waits until no step `is_due`, and names no leader, so that no client assigns.
+                        SyncGroup is `sync`. A heartbeat of a generation before `changed` gets REBALANCE_IN_PROGRESS
 `generation` may be None where the door knows that the member knows the newest one.
 
 Owner       The gateway's event loop; no call may interrupt another one.
-Invariant   No partition of a group has two owners in one generation, in no life of the gateway: within one life see
+Invariant   No partition of a group has two owners in one generation, over all lives of the gateway. Within one life see
             kmq/gateway/groups/group.py. Each life of the gateway has generations of its own: `starts` counts lives,
-            durably, and life n begins above n * GENERATIONS (20,000). A group that went further goes on above the
-            highest generation in the records of its offsets (`restore`) or in the memory of its members (Resume). A
-            group that was forgotten or deleted leaves its generation as the least one for groups to come.
+            durably, and life n begins above n * GENERATIONS (20,000). A group that used more continues above the
+            highest generation in the records of its offsets (`restore`) or in the memory of its members (Resume). When
+            a group is forgotten or deleted, later groups begin above its generation.
             In a shard lives are numbered by epoch and start (`least_starts`), so those of two brokers never meet.
-            A call that raises RequestRefused has changed nothing. A full bound refuses a newcomer and touches nobody
-            who is there, and each group can have `own_members` members whatever others do. The one exception are groups
-            without members and commits: nothing of them is remembered, so the longest unused one makes room.
-Crash       Nothing is kept here. After a kill members join again with their old id and generation, and get what they
-            had as far as they say so (Resume.owned); until then they are unknown members, and their commits are
-            refused. `restore` with the highest generation of the records of the group's offsets.
-Memory      Bounded by GroupLimits: about 1 KiB for a member, 200 bytes for each topic in its subscription, 1.5 KiB for a
-            group, 200 to 650 bytes for an assigned partition. Events are kept until they are taken.
-Cost        A sign of life is O(1). An idle member costs one alarm in each of its session timeouts (group.py), and alarms
-            of members ring together, twice a second at most. A group of n members rebalances at most once in n
+            A call that raises RequestRefused has changed nothing. At a limit a new member is refused, and existing
+            members stay. Each group can have `own_members` members, whatever other groups do. Only groups without
+            members and commits are different: they hold nothing, so the longest unused one makes room.
+Crash       Nothing is kept here. In a shard the caller keeps members (`take_changes`, `restore_members`). Elsewhere
+            members join again with their old id and generation, and get the partitions that they say they had
+            (Resume.owned). Until then they are unknown members, and their commits are refused.
+            `restore` gets the highest generation in the records of the group's offsets.
+Memory      Bounded by GroupLimits: about 1 KiB for a member, 200 bytes for each topic in its subscription, 1.5 KiB for
+            a group, 200 to 650 bytes for an assigned partition. Events are kept until they are taken.
+Cost        A sign of life is O(1). An idle member costs one alarm in each of its session timeouts (group.py), and
+            alarms of members ring together, at most twice a second. A group of n members rebalances at most once in n
             milliseconds (at most a second), however many join and leave. One `tick` does about WORK steps, or one
             rebalance: then other groups, and requests, have their turn.
 Not covered A caller that does not count its starts: two kills with no commit between them then give generations twice.
             A group with more than GENERATIONS in one life that committed in none of the last UNSEEN (1,000) of them, of
-            which no member comes back. Over LIVES (4) starts in one epoch of a shard, without a commit of any group in
-            the last of them before another broker leads. Who is allowed to join. An attempt that arrives after
-            the member of a later one has left: it is a member for one session, of which nobody reads.
+            which no member returns. More than LIVES (4) starts in one epoch of a shard, without a commit of any group
+            in the last of them before another broker leads. Permissions to join. An attempt that arrives after the
+            member of a later attempt has left: it becomes a member for one session, although no client reads for it.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.group import Alarms, Group, Member, check_exists
@@ -68,17 +71,17 @@ from kmq.gateway.groups.protocol import (
 from kmq.wire.requests import TopicPartition
 
 # --- registry --------------------------------------------------------------------------------------------------------
-# All groups by name: room for them, who watches which topic, and when each of them needs attention.
-# Each group with members that is due, each group without members, and each member has an alarm no later than the time at
-# which something happens to it.
+# All groups by name: room for them, which groups watch which topic, and when each of them needs attention.
+# Each group with members that is due, each group without members, and each member has an alarm. It rings no later than
+# the time at which something happens to the group or member.
 
-TOGETHER_S = 0.5  # alarms of members within so long ring as one
-PACE_S = 0.001  # a group rebalances at most once in so long for each of its members…
-MAX_PACE_S = 1.0  # …and once in so long, however many there are
+TOGETHER_S = 0.5  # alarms of members within this time ring as one
+PACE_S = 0.001  # a group rebalances at most once in this time for each member…
+MAX_PACE_S = 1.0  # …but need not wait longer than this, however many there are
 
 
 class Registry:
-    """What the coordinator knows. `events`: what the doors are to send, in order. Groups begin above a generation."""
+    """The coordinator's groups. `events`: for the doors, in order. New groups begin above `least_generation`."""
 
     def __init__(self, limits: GroupLimits, events: list[Event], least_generation: int) -> None:
         self.limits, self.events = limits, events
@@ -90,6 +93,7 @@ class Registry:
         # Of all groups: members, topics in their subscriptions, opaque bytes.
         self._members = self._topics = self._opaque = 0
         self._least_generation = least_generation
+        self.changes: dict[str, None] = {}  # groups whose record must be written again
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -123,7 +127,7 @@ class Registry:
             raise RequestRefused("subscription_too_large", text)
 
     def check_opaque(self, nbytes: int, nbytes_before: int) -> None:
-        """Raise RequestRefused (subscription_too_large) if members that had so many opaque bytes may not have `nbytes`."""
+        """Raise RequestRefused (subscription_too_large) if members that had so many bytes may not have `nbytes`."""
         if self._opaque - nbytes_before + nbytes > self.limits.all_opaque:
             text = f"metadata: all members together have {self._opaque} bytes already"
             raise RequestRefused("subscription_too_large", text)
@@ -144,7 +148,7 @@ class Registry:
     # --- changes ------------------------------------------------------------------------------------------------------
 
     def make(self, name: str, now: float) -> Group:
-        """Return the group, which is made if it is not there. Raises RequestRefused (too_many_groups)."""
+        """Return the group, and create it if needed. Raises RequestRefused (too_many_groups)."""
         found = self.groups.get(name)
         if found is None:
             self.check_group(name)
@@ -154,13 +158,13 @@ class Registry:
         return found
 
     def put(self, name: str, now: float) -> Group:
-        """Make a group, whatever the bound."""
+        """Create a group, even above the limit."""
         found = self.groups[name] = Group(name, self._least_generation, now, self.events)
         self._unused[name] = None
         return found
 
     def forget(self, group: Group) -> None:
-        """Forget a group without members. Groups to come begin above its generation."""
+        """Forget a group without members. Later groups begin above its generation."""
         self._least_generation = max(self._least_generation, group.generation, group.least)
         del self.groups[group.name]
         self._unused.pop(group.name, None)
@@ -172,9 +176,17 @@ class Registry:
         group.end(member, code, now)
         self.alarms.drop((group.name, member.id))
         self.changed(group, -1)
+        if not group.members:
+            self.changes[group.name] = None
+
+    def settled(self, group: Group) -> None:
+        """Note that members have answered. Once all have, the record of the group must say so."""
+        if not group.is_kept and group.state is State.STABLE:
+            group.is_kept = True
+            self.changes[group.name] = None
 
     def changed(self, group: Group, members: int = 0) -> None:
-        """Note that the group may have other topics, and so many members more."""
+        """Note that the group's topics may have changed, and its number of members by `members`."""
         for topic in group.topics.keys() - group.watched:
             self._watchers.setdefault(topic, set()).add(group.name)
             group.watched.add(topic)
@@ -199,7 +211,7 @@ class Registry:
         group.watched &= topics
 
     def watchers(self, topics: Iterable[str]) -> list[Group]:
-        """Return the groups that subscribe to any of `topics`, or read it still, sorted by name."""
+        """Return the groups that subscribe to any of `topics`, or still read it, sorted by name."""
         names = {name for topic in topics for name in self._watchers.get(topic, ())}
         return [self.groups[name] for name in sorted(names)]
 
@@ -213,13 +225,14 @@ class Registry:
             self.alarms.set((group.name, ""), group.not_before)
 
     def watch(self, group: Group, member: Member) -> None:
-        """Set the alarm of a member whose deadline may have come nearer. Alarms close to one another ring as one, early:
-        a member that was heard of meanwhile gets another.
+        """Set the alarm of a member whose deadline may have come nearer.
+
+        Alarms close to one another ring as one, early. A member that gave a sign of life meanwhile gets another alarm.
         """
         self.alarms.set((group.name, member.id), member.deadline() // TOGETHER_S * TOGETHER_S)
 
     def ring(self, group: Group, now: float) -> int:
-        """Do what is due for a group whose alarm has rung. Returns how much that was: members and partitions."""
+        """Do what is due for a group whose alarm has rung. Returns the amount of work: members and partitions."""
         work = 0
         if not group.members:
             if now >= group.active + self.limits.retention_s:
@@ -227,6 +240,8 @@ class Registry:
                 return work
         elif group.is_due() and now >= group.not_before:
             group.step(self.partitions_of, now)
+            self.changes[group.name] = None
+            self.settled(group)
             group.not_before = now + min(MAX_PACE_S, PACE_S * len(group.members))
             self._watch_only(group, group.topics_read())
             for member in group.members.values():
@@ -236,11 +251,11 @@ class Registry:
         return work
 
     def ring_member(self, group: Group, member: Member, now: float) -> None:
-        """End a member whose deadline has passed; else set its alarm anew."""
+        """End a member whose deadline has passed, or set its alarm anew."""
         code = member.overdue(now)
         if code:
             self.end(group, member, code, now)
-        elif member.deadline() < now + TOGETHER_S:  # it rang early, and nothing was heard meanwhile
+        elif member.deadline() < now + TOGETHER_S:  # it rang early, and no sign of life came meanwhile
             self.alarms.set((group.name, member.id), member.deadline())
         else:
             self.watch(group, member)
@@ -249,18 +264,18 @@ class Registry:
 # --- coordinator -----------------------------------------------------------------------------------------------------
 
 GENERATIONS = 20_000  # of a group in one life: 32 bits are enough for 100,000 lives
-LIVES = 4  # of the gateway in one epoch of a shard that have numbers of their own though no group commits in them
-EPOCH_LIVES = 10**6  # the same where a number need not fit the 32 bits of a generation: lives then never meet
+LIVES = 4  # of the gateway in one epoch of a shard with numbers of their own, even if no group commits in them
+EPOCH_LIVES = 10**6  # the same for numbers that need not fit a generation's 32 bits: lives never meet
 UNSEEN = 1_000  # generations that a former life may have begun after the last one that left a trace
 WORK = 1_000  # alarms, members told and partitions given in one tick: a few milliseconds
 _NOTHING = Resume()
 
 
 def least_starts(highest: int, epoch: int) -> int:
-    """Return how many former lives there were at least, as far as records tell. `highest` of their generations.
+    """Return the least number of former lives, according to records. `highest`: the highest of their generations.
 
-    In a shard (`epoch` above 0) the lives of the other brokers are counted in directories of their own. So each epoch
-    has its share of the numbers, and the count goes on above the last life in which a group has committed.
+    In a shard (`epoch` above 0) other brokers count their lives in their own directories. So each epoch has its share
+    of the numbers, and the count continues above the last life in which a group has committed.
     """
     life = highest // GENERATIONS
     return max(epoch * LIVES, life + 1) if epoch else life
@@ -270,7 +285,7 @@ class Coordinator:
     """In all calls `now` is in seconds, of one monotonic clock."""
 
     def __init__(self, limits: GroupLimits | None = None, life: str = "", starts: int = 0) -> None:
-        """`life`: a text that no former life of the gateway had, for ids. `starts`: how many former lives there were."""
+        """`life`: a text for ids that no former life of the gateway had. `starts`: the number of former lives."""
         self._limits, self._life = limits or GroupLimits(), life
         self._events: list[Event] = []
         self._registry = Registry(self._limits, self._events, starts * GENERATIONS)
@@ -287,13 +302,13 @@ class Coordinator:
         now: float,
         resume: Resume = _NOTHING,
     ) -> str:
-        """Make the caller a member, or let a member ask for something else. Returns the member's id.
+        """Make the caller a member, or change what a member asks for. Returns the member's id.
 
         `member`: None for a new one; an id that the caller was given, also by a former life of the gateway; SHARED; or
         a name that it chose. A member that asks for what it has already causes no rebalance.
-        Raises RequestRefused: bad_name, bad_topic, bad_timeout, bad_request, unknown_assignor, assignor_differs, group_kind,
-        fenced (a newer member has its static name, or there was a later attempt of its run), subscription_too_large,
-        too_many_groups, too_many_members.
+        Raises RequestRefused: bad_name, bad_topic, bad_timeout, bad_request, unknown_assignor, assignor_differs,
+        group_kind, fenced (a newer member has its static name, or there was a later attempt of its run),
+        subscription_too_large, too_many_groups, too_many_members.
         """
         found = self._registry.groups.get(group)
         known = found.members.get(member) if found and member else None
@@ -323,7 +338,7 @@ class Coordinator:
         else:
             claims = (TopicPartition(*partition) for partition in resume.owned or ())
             found.add(new, filter(self._registry.exists, claims))
-            if resume.generation > found.generation:  # of a former life: no member of this one can know it
+            if resume.generation > found.generation:  # of a former life: no member of this life can know it
                 found.least = max(found.least, resume.generation + UNSEEN)
         self._registry.changed(found, len(found.members) - count)
         self._registry.watch(found, found.members[id])
@@ -338,7 +353,7 @@ class Coordinator:
         self._registry.check_group(group)
 
     def new_id(self, stem: str, taken: Collection[str] = ()) -> str:
-        """Return an id that nobody was given before: a name as far as it can be one, the life, a number.
+        """Return an id that was never given before: the name where it is valid in an id, the life, a number.
 
         `taken`: ids that members have chosen for themselves.
         """
@@ -364,16 +379,17 @@ class Coordinator:
         known.answer(found.fence(known, generation), now)
         known.beaten = now
         self._registry.watch(found, known)
+        self._registry.settled(found)
 
     def hand_out(self, group: str, member: str, generation: int, assignments: Mapping[str, bytes]) -> None:
-        """Take over what a member of kind `kafka` says to all of them, if it leads in the newest generation.
+        """Store the assignments made by the leader of a group of kind `kafka`, if it leads in the newest generation.
 
         Raises RequestRefused: unknown_member, fenced, subscription_too_large.
         """
         found, known = self._registry.known(group, member)
         found.fence(known, generation)
         if member != found.leader or generation != found.generation or found.waits():
-            return  # another one assigns, or assigns later
+            return  # another member assigns, or the leader will assign later
         given = {id: assignments.get(id, b"") for id in found.members}
         if max(map(len, given.values())) > self._limits.opaque:
             text = f"assignments: at most {self._limits.opaque} bytes for a member"
@@ -382,9 +398,10 @@ class Coordinator:
         self._registry.check_opaque(sum(map(len, given.values())), before)
         found.hand_out(given)
         self._registry.changed(found)
+        self._registry.settled(found)
 
     def revoked(self, group: str, member: str, generation: int | None, now: float) -> None:
-        """Note that the member reads nothing that was revoked up to `generation`. Counts as `sync`, and raises as it."""
+        """Note that the member has stopped reading what was revoked up to `generation`. Counts as `sync`."""
         found, known = self._registry.known(group, member)
         found.give_up(known, found.fence(known, generation), now)
         self.sync(group, member, generation, now)
@@ -402,9 +419,9 @@ class Coordinator:
     ) -> None:
         """Return if all of `partitions` may be committed, else raise RequestRefused and allow none. Counts as a beat.
 
-        `member` None, or SHARED while nobody is that member: allowed as long as the group has no members, and in no
-        other generation than its last one, if the caller names one: members may have come and gone meanwhile. 0 is
-        that of a caller which never was a member, so it names none.
+        `member` None, or SHARED if there is no such member: allowed while the group has no members, and only in its
+        last generation if the caller names one, because members may have come and gone meanwhile. Generation 0 means
+        that the caller never was a member, so it names none.
         Raises: unknown_member, fenced (an old generation, or not the member's partition), unknown_partition,
         bad_name, too_many_groups.
         """
@@ -429,28 +446,53 @@ class Coordinator:
         known.beaten = now
 
     def committed(self, group: str, now: float) -> None:
-        """Note that offsets of the group are stored, after `check_commit`: it is remembered from now on."""
+        """Note that offsets of the group are stored, after `check_commit`. From now on the group is remembered."""
         found = self._registry.groups.get(group) or self._registry.put(group, now)
         found.has_commits, found.active = True, now
         self._registry.changed(found)
 
     def restore(self, group: str, generation: int, now: float, idle_s: float = 0.0, wait_s: float = 0.0) -> None:
-        """Make a group that has committed offsets known again, before anybody joins; it is never refused.
+        """Restore a group that has committed offsets, before the first join. It is never refused.
 
-        `generation`: the highest in its records; the group goes on UNSEEN above it. `idle_s`: how long ago its last commit is.
-        `wait_s`: hold the first rebalance, so that members that come back find one another.
+        `generation`: the highest in its records; the group continues UNSEEN above it. `idle_s`: the age of its last
+        commit. `wait_s`: delay the first rebalance, so that all returning members take part in it.
         """
         found = self._registry.groups.get(group) or self._registry.put(group, now)
         found.least = max(found.least, generation + UNSEEN)
         found.has_commits, found.active, found.not_before = True, now - idle_s, now + wait_s
         self._registry.changed(found)
 
+    def restore_members(self, group: str, take_over: Callable[[Group], None], now: float) -> None:
+        """Restore the members that a group had under the shard's former leader, before the first join.
+
+        Their generation stays; the next one is above those of this life, as after `restore`. Their sessions begin now.
+        """
+        registry = self._registry
+        found = registry.groups.get(group) or registry.put(group, now)
+        take_over(found)
+        found.least = max(found.least, found.generation + UNSEEN)
+        found.not_before = now
+        owned, named = {*found.owned()}, found.topics
+        there = {TopicPartition(topic, n) for topic in named for n in range(registry.partitions_of.get(topic, 0))}
+        if not found.protocol_type and owned != there:  # topics were added, deleted or extended meanwhile
+            found.topics_changed(registry.exists)
+        registry.changed(found, len(found.members))
+        for member in found.members.values():
+            registry.watch(found, member)
+
+    def take_changes(self) -> list[Group]:
+        """Return the groups whose record must be written again, since the last call."""
+        registry = self._registry
+        changed = [registry.groups.get(name) or Group(name, 0, 0.0, []) for name in registry.changes]
+        registry.changes.clear()
+        return changed
+
     # --- topics, time, events -----------------------------------------------------------------------------------------
 
     def topics_changed(self, partitions_of: Mapping[str, int], now: float, again: Iterable[str] = ()) -> None:
-        """Take over all topics with their numbers of partitions. `again`: names that were deleted and declared anew.
+        """Replace all topics and their numbers of partitions. `again`: names that were deleted and declared anew.
 
-        What is gone has no owner from now on; what is new is given out by the next rebalance.
+        A partition that is gone has no owner from now on. The next rebalance assigns new partitions.
         """
         registry, reborn = self._registry, set(again)
         before = registry.partitions_of
@@ -462,7 +504,7 @@ class Coordinator:
             registry.wake(found)
 
     def tick(self, now: float) -> float:
-        """Do what is due. Returns when to call again at the latest (`inf`: never); not after `now` if more is due."""
+        """Do what is due. Returns the latest time for the next call (`inf`: never); not after `now` if more is due."""
         registry, work = self._registry, 0
         while work < WORK and (key := registry.alarms.pop(now)) is not None:
             work += 1
@@ -487,8 +529,13 @@ class Coordinator:
         found = self._registry.groups.get(group)
         return found.generation if found and member in found.members else None
 
+    def options(self, group: str, member: str) -> MemberOptions | None:
+        """Return what a member asks for; None if it is no member."""
+        found = self._registry.groups.get(group)
+        return found.members[member].options if found and member in found.members else None
+
     def protocol_type(self, group: str) -> str:
-        """Return what the members of a group of kind `kafka` are; "" if the broker assigns, or there are none."""
+        """Return the protocol type of a group of kind `kafka`; "" if the broker assigns or there are no members."""
         found = self._registry.groups.get(group)
         return found.protocol_type if found and found.members else ""
 
@@ -516,17 +563,22 @@ class Coordinator:
         return sorted(self._registry.groups)
 
     def describe(self, group: str) -> GroupView | None:
-        """Return what doors show of a group; None if there is none of this name (its state is `dead`)."""
+        """Return the group as doors show it; None if there is no such group (its state is `dead`)."""
         found = self._registry.groups.get(group)
         return found.view() if found else None
 
     def read_by(self, group: str) -> tuple[int, Collection[TopicPartition]]:
-        """Return how many members a group has, and what they own. Cheaper than `describe`."""
+        """Return how many members a group has, and the partitions they own. Cheaper than `describe`."""
         found = self._registry.groups.get(group)
         return (len(found.members), found.owned()) if found else (0, ())
 
+    def is_read_by_kafka(self, group: str, partition: tuple[str, int]) -> bool:
+        """Return True if a member that came through the Kafka door owns a partition."""
+        found = self._registry.groups.get(group)
+        return found is not None and found.is_read_by_kafka(TopicPartition(*partition))
+
     def subscribers(self, topic: str) -> list[str]:
-        """Return the names of the groups whose members read a topic, also one that does not exist yet."""
+        """Return the names of the groups whose members read a topic. The topic need not exist yet."""
         return [group.name for group in self._registry.watchers([topic])]
 
     def state(self, group: str) -> State:
@@ -551,7 +603,7 @@ class Coordinator:
 
 
 def _check_attempt(member: Member, options: MemberOptions) -> None:
-    """Raise RequestRefused (fenced) if a later attempt of the same run has joined: the client has given this one up."""
+    """Raise RequestRefused (fenced) if a later attempt of the same run has joined: the client has given up this one."""
     last, this = member.options.attempt, options.attempt
     if last and this and this.is_before(last):
         text = f"member {member.id}: attempt {last.number} of this run has joined; {this.number} came late"
@@ -559,10 +611,10 @@ def _check_attempt(member: Member, options: MemberOptions) -> None:
 
 
 def _holder(group: Group | None, member: str | None, options: MemberOptions, takes_name: bool) -> str | None:
-    """Return the member that a newcomer replaces under its static name, if there is one.
+    """Return the member that a new member replaces under its static name, if there is one.
 
-    Raises RequestRefused: fenced if a newer member has the name already, group_kind and assignor_differs if the others
-    are of another kind, or offer others.
+    Raises RequestRefused: fenced if a newer member has the name already; group_kind and assignor_differs if the other
+    members are of another kind, or offer no common assignor.
     """
     if group is None:
         return None

@@ -1,27 +1,31 @@
-"""One group: its alarms, its members, who owns what, and the steps from one generation to the next.
+"""One consumer group: its alarms, its members, their partitions, and the steps from one generation to the next.
+
+    group.add(member); group.step({"orders": 2}, now)    → events Assigned("etl", "c1", 1, (orders/0, orders/1))
 
 Invariants  1. A partition has at most one owner in a generation: only `Ownership.give` adds owners, only to partitions
-            that nobody owns, and `step`, which calls it, has raised the generation before.
+            without an owner, and `step`, which calls it, has raised the generation before.
             2. An owner is taken away only by `Ownership.release`: the member said `revoked`, joined again without the
-            partition, left, was ended, was replaced under its static name, or the partition is gone. Being asked takes
-            nothing away. So a new owner begins only after the old one has stopped, or can no longer commit.
+            partition, left, was ended, was replaced under its static name, or the partition is gone. Asking for a
+            partition takes nothing away. So a new owner begins only after the old one has stopped, or can no longer
+            commit.
             3. A commit is allowed only to the owner, in a generation that is neither older than the one in which it was
             given the partition, nor older than one that it has shown to know, nor newer than the newest.
-            4. What a step leaves to be done is waited for under a deadline of some member. So a group whose members
-            all answer or end becomes stable.
+            4. Everything that a step leaves to be done has a deadline of some member. So a group whose members all
+            answer or end becomes stable.
             5. An alarm never rings later than it was set for, and at most once for each `set`.
-Kinds       The broker assigns partitions to members of kind `kmq`. Of members of kind `kafka` (protocol.Opaque) one leads,
-            and assigns by bytes that only they understand. A group is of one kind while it has members. Its steps are
-            the same: each member of kind `kafka` owns one seat, which it is asked for like a partition by an eager
-            assignor. Who has given it up has joined again, and who has got it back is of the new generation.
-Assignor    Of those that all members offer the one that most of them prefer, found anew by each step that makes a target.
-            So members can move from one to another one after the other, as long as each offers both for a while.
+Kinds       The broker assigns partitions to members of kind `kmq`. Of members of kind `kafka` (protocol.Opaque) one
+            leads, and assigns by bytes that only they understand. A group is of one kind while it has members. Its
+            steps are the same: each member of kind `kafka` owns one seat, and is asked for it like a partition by an
+            eager assignor. A member that has given up its seat has joined again. A member that has it back is in the
+            new generation.
+Assignor    The assignor that most members prefer, of those that all members offer. Each step that makes a target finds
+            it anew. So members can change to another assignor one by one, while each offers both.
 Steps       A change of members or topics makes the target stale. `step` raises the generation, makes the target, asks
-            owners for what they must give up (Revoke), gives what is free, and tells everyone (Assigned). What is given
-            up later is given to its new owner by another step. An eager assignor asks for everything first, and makes
-            its target when everything was given up; cooperative-sticky asks only for what moves.
-Cost        A sign of life does not touch the alarms. A member that was postponed meanwhile is found out when its alarm
-            rings, and sets it anew: one ring, O(log n), in each of its timeouts, whatever it does.
+            owners for what they must give up (Revoke), gives what is free, and tells everyone (Assigned). Another step
+            gives partitions that are given up later to their new owners. An eager assignor asks for everything first,
+            and makes its target when everything was given up; cooperative-sticky asks only for what moves.
+Cost        A sign of life does not touch the alarms. When an alarm rings and the member's deadline has moved, the alarm
+            is set anew: one ring, O(log n), in each of the member's timeouts, whatever it does.
 Memory      Two entries for each partition of the subscribed topics. At most two for each alarm that is set, and 64.
 """
 
@@ -72,17 +76,17 @@ class Alarms:
             heapify(self._heap)
 
     def drop(self, key: tuple[str, str]) -> None:
-        """Ring for `key` no more."""
+        """Remove the alarm of `key`."""
         self._at.pop(key, None)
 
     def next(self) -> float:
-        """Return when the next alarm rings; NEVER without one."""
+        """Return when the next alarm rings; NEVER if there is no alarm."""
         while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else NEVER
 
     def pop(self, now: float) -> tuple[str, str] | None:
-        """Return a key whose alarm rings at `now` or before; None if there is none."""
+        """Return a key whose alarm rings at `now` or before; None if no alarm does."""
         if self.next() > now:
             return None
         _, key = heappop(self._heap)
@@ -94,11 +98,11 @@ class Alarms:
 
 
 class Member:
-    """What it asked for, what it owns, and until when it may stay silent. Times are of the caller's monotonic clock.
+    """One member: its options, its partitions, and its deadlines. Times are of the caller's monotonic clock.
 
     `revoking` is always part of `owned`. `generation`, the highest one that the member has shown to know, never falls.
-    `changed` is the one in which it was last given or asked for something: who knows that one knows all. `has_news`: the
-    next generation is such a one too.
+    `changed` is the last generation that gave it or asked it for something: a member that knows this one is up to date.
+    `has_news`: the next generation will be such a one, too.
     """
 
     __slots__ = (
@@ -126,7 +130,7 @@ class Member:
         self.owned: dict[TopicPartition, int] = {}  # → the generation in which it was given
         self.revoking: dict[TopicPartition, int] = {}  # → the generation in which it was asked for
         self.sync_by = self.revoke_by = NEVER
-        self.handed_out = b""  # by the leader
+        self.handed_out = b""  # the leader's assignment
 
     @property
     def size(self) -> int:
@@ -136,17 +140,17 @@ class Member:
 
     @property
     def order(self) -> tuple[str, str]:
-        """Where the member stands among the others, whoever joined first."""
+        """Return the member's sort key among the others, which does not depend on the order of joins."""
         return self.options.static_name or "", self.id
 
     def deadline(self) -> float:
-        """Return when the member is overdue unless it gives a sign of life before."""
+        """Return when the member is overdue without another sign of life."""
         return min(
             self.beaten + self.options.session_s, self.polled + self.options.max_poll_s, self.sync_by, self.revoke_by
         )
 
     def overdue(self, now: float) -> str:
-        """Return the code with which the member ends at `now`; "" if it may stay."""
+        """Return the code that ends the member at `now`; "" if it may stay."""
         if now >= self.beaten + self.options.session_s:
             return "session_timeout"
         if now >= min(self.sync_by, self.revoke_by):
@@ -154,7 +158,7 @@ class Member:
         return "poll_timeout" if now >= self.polled + self.options.max_poll_s else ""
 
     def ask(self, partitions: Iterable[TopicPartition], generation: int, now: float) -> None:
-        """Note that `partitions` are to be given up. Asking again does not prolong the deadline."""
+        """Note that the member must give up `partitions`. Asking again does not prolong the deadline."""
         self.has_news = True
         self.revoking.update(dict.fromkeys(partitions, generation))
         self.revoke_by = min(self.revoke_by, now + self.options.rebalance_s)
@@ -164,9 +168,9 @@ class Member:
         self.owned[partition] = generation
 
     def tell(self, generation: int, now: float) -> None:
-        """Note that the member was told of a new generation; it has to answer only if that has news for it.
+        """Note that the member was told of a new generation. It must answer only if the generation has news for it.
 
-        Telling it of another one does not prolong the deadline.
+        Another generation does not prolong the deadline.
         """
         if self.has_news:
             self.changed, self.has_news = generation, False
@@ -185,11 +189,11 @@ class Member:
             self.revoke_by = NEVER
 
     def has_answered(self) -> bool:
-        """Return True if the member knows what it has, and has nothing to give up."""
+        """Return True if the member knows its assignment, and has nothing to give up."""
         return not self.has_news and self.generation >= self.changed and not self.revoking
 
     def assignment(self) -> Partitions:
-        """Return what the member may read: what it owns and need not give up. A seat is nothing to read."""
+        """Return what the member may read: partitions that it owns and need not give up. A seat is not one."""
         if self.options.opaque is not None:
             return ()
         return tuple(sorted(self.owned.keys() - self.revoking.keys()))
@@ -219,19 +223,19 @@ Exists = Callable[[TopicPartition], bool]
 
 
 class Ownership:
-    """Who owns which partition, and who is to. `members` is the group's own dict: every owner is in it."""
+    """Present and planned owners of partitions. `members` is the group's own dict: every owner is in it."""
 
     __slots__ = ("_members", "has_free", "owners", "revoking", "target")
 
     def __init__(self, members: dict[str, Member]) -> None:
         self._members = members
         self.owners: dict[TopicPartition, str] = {}
-        self.target: dict[TopicPartition, str] = {}  # who is to own it, once it is free
+        self.target: dict[TopicPartition, str] = {}  # its planned owner, once it is free
         self.has_free = False  # a partition of the target has no owner
         self.revoking: set[str] = set()  # members that were asked to give something up
 
     def release(self, member: Member, partitions: Iterable[TopicPartition]) -> None:
-        """Take `partitions` away from the member, which reads them no more, or is none any more."""
+        """Take `partitions` away from a member that reads them no more, or has ended."""
         for partition in partitions:
             member.lose(partition)
             del self.owners[partition]
@@ -240,14 +244,14 @@ class Ownership:
             self.revoking.discard(member.id)
 
     def drop_gone(self, exists: Exists) -> None:
-        """Take away what is there no more."""
+        """Take away partitions that no longer exist."""
         for partition, owner in list(self.owners.items()):
             if not exists(partition):
                 self.release(self._members[owner], [partition])
         self.target = {partition: owner for partition, owner in self.target.items() if exists(partition)}
 
     def prefer(self, partitions: Iterable[TopicPartition], member: str) -> None:
-        """Let the next target prefer `member` for those of `partitions` that are meant for nobody else."""
+        """Let the next target prefer `member` for those of `partitions` that are planned for no other member."""
         for partition in partitions:
             self.target.setdefault(partition, member)
 
@@ -259,11 +263,11 @@ class Ownership:
                 self.has_free = True
 
     def clear(self) -> None:
-        """The last member is gone: nothing is meant for anybody."""
+        """Forget all plans: the last member is gone."""
         self.target, self.has_free = {}, False
 
     def prior(self) -> dict[str, list[TopicPartition]]:
-        """Return what each member has as an assignor sees it: what is meant for it, else what it owns."""
+        """Return what each member has as an assignor sees it: partitions planned for it, otherwise those it owns."""
         had = self.owners | {p: member for p, member in self.target.items() if member in self._members}
         prior: dict[str, list[TopicPartition]] = {member: [] for member in self._members}
         for partition, member in had.items():
@@ -271,7 +275,7 @@ class Ownership:
         return prior
 
     def ask(self, is_all: bool, generation: int, now: float) -> dict[str, list[TopicPartition]]:
-        """Ask owners to give up all that they own, or what is meant for another. Returns what was not asked before."""
+        """Ask owners to give up all partitions, or those planned for others. Returns what was not asked for before."""
         asked: dict[str, list[TopicPartition]] = {}
         for partition, owner in self.owners.items():
             if (is_all or self.target.get(partition) != owner) and partition not in self._members[owner].revoking:
@@ -282,7 +286,7 @@ class Ownership:
         return asked
 
     def give(self, generation: int) -> None:
-        """Give what nobody owns to the members that it is meant for, from `generation` on."""
+        """Give partitions without an owner to the members planned for them, from `generation` on."""
         for partition, member in self.target.items():
             if partition not in self.owners:
                 self.owners[partition] = member
@@ -294,7 +298,7 @@ class Ownership:
 
 
 class Group:
-    """Changed by the coordinator alone. `now` is the caller's monotonic clock, in seconds."""
+    """Changed only by the coordinator. `now` is the caller's monotonic clock, in seconds."""
 
     __slots__ = (
         "_events",
@@ -307,6 +311,7 @@ class Group:
         "generation",
         "handed_out_in",
         "has_commits",
+        "is_kept",
         "least",
         "left",
         "members",
@@ -334,18 +339,19 @@ class Group:
         )  # opaque bytes of all members; the generation in which the leader assigned
         self.topics: Counter[str] = Counter()  # → how many members subscribe to it
         self.counted = self.counted_size = 0  # what the registry has counted of `topics` and `size`
-        self.watched: set[str] = set()  # topics of whose changes the group is told
+        self.watched: set[str] = set()  # topics whose changes the group must be told
         self.active = self.not_before = now  # last leave or commit; the next step comes no earlier
         self.left = float("-inf")  # when the last member left
         self.has_commits = False
+        self.is_kept = False  # its record says that it is stable in this generation (group_records.py)
         self._events = events
         self._ownership = Ownership(self.members)
-        self._is_stale = False  # the target does not know the present members, subscriptions and partitions
+        self._is_stale = False  # members, subscriptions or partitions have changed since the target was made
 
     # --- members ------------------------------------------------------------------------------------------------------
 
     def add(self, member: Member, claims: Iterable[TopicPartition] = ()) -> None:
-        """Add a member, which owns nothing yet. `claims`: what it read before; it gets that first, where it is free."""
+        """Add a member, which owns nothing yet. `claims`: what it read before, and is given first if it is free."""
         self._enter(member)
         self._ownership.prefer(claims, member.id)
         self._is_stale = True
@@ -358,17 +364,34 @@ class Group:
         before, now = former.options, member.options
         self._is_stale |= (former.topics, before.assignors, before.opaque) != (member.topics, now.assignors, now.opaque)
         if self.protocol_type:
-            self._is_stale |= not self.has_handed_out()  # the leader is about to say something to `old`
+            self._is_stale |= not self.has_handed_out()  # the leader would still assign to `old`
             member.handed_out = former.handed_out
         self._enter(member)
         self._ownership.rename(old, member.id)
 
+    def take_over(self, members: list[Member], generation: int, assignor: str, is_stable: bool) -> None:
+        """Put the members and owners recorded by a former leader into this empty group, in the same generation.
+
+        Without `is_stable` another generation begins, because requests that were being answered then are not recorded.
+        """
+        for member in members:
+            owned, member.owned = member.owned, {}
+            self._enter(member)
+            member.owned = owned
+            for partition in owned:
+                self._ownership.owners[partition] = self._ownership.target[partition] = member.id
+        self.generation, self.assignor = generation, assignor
+        self._is_stale = not is_stable
+        self.is_kept = is_stable
+        if self.protocol_type and is_stable:
+            self.handed_out_in = generation
+
     def update(self, member: Member, new: Member, owned: Collection[tuple[str, int]] | None) -> None:
-        """Let a member that joins again ask for what `new` asks for. `owned`: all that it has not given up, if said."""
+        """Let a member that joins again ask for what `new` asks for. `owned`: all that it still has, if it says so."""
         if (member.topics, member.options.assignors, member.order) != (new.topics, new.options.assignors, new.order):
             self._is_stale = True
         if new.options.opaque is not None:
-            # A leader that joins again wants to assign again, unless it is about to.
+            # A leader that joins again wants to assign again, unless it is about to assign anyway.
             wants_to_assign = member.id == self.leader and self.state is State.STABLE
             self._is_stale |= wants_to_assign or member.options.opaque != new.options.opaque
         self._leave_lists(member)
@@ -379,7 +402,7 @@ class Group:
             self._ownership.release(member, [partition for partition in member.owned if partition not in owned])
 
     def end(self, member: Member, code: str, now: float) -> None:
-        """Take a member out. `code`: what it is told; "" if it left by itself."""
+        """Remove a member. `code`: what it is told; "" if it left by itself."""
         self._remove(member)
         self.active = self.left = now
         self._is_stale = bool(self.members)
@@ -412,7 +435,7 @@ class Group:
         del self.members[member.id]
 
     def _be_of_kind(self, member: Member) -> None:
-        """Take over the kind of the only member. What was owned in the other kind is owned no more."""
+        """Take over the kind of the only member. If the kind changes, all ownership ends."""
         protocol_type = member.options.opaque.protocol_type if member.options.opaque else ""
         if protocol_type != self.protocol_type:
             self.protocol_type = protocol_type
@@ -421,7 +444,7 @@ class Group:
             self._is_stale = True
 
     def has_kind(self, options: MemberOptions, instead_of: Member | None) -> bool:
-        """Return True if all members, without one that is to be replaced, are of the kind that `options` ask for."""
+        """Return True if all members (without the replaced `instead_of`) are of the kind that `options` ask for."""
         others = len(self.members) - (instead_of is not None)
         return not others or self.protocol_type == (options.opaque.protocol_type if options.opaque else "")
 
@@ -431,13 +454,13 @@ class Group:
         return next(iter(self.members), None) if self.protocol_type else None
 
     def can_agree(self, assignors: Iterable[str], instead_of: Member | None) -> bool:
-        """Return True if all members, without one that is to be replaced, offer one of `assignors`."""
+        """Return True if all members (without the replaced `instead_of`) offer one of `assignors`."""
         others = len(self.members) - (instead_of is not None)
         former = instead_of.options.assignors if instead_of else ()
         return not others or any(self.offers[name] - (name in former) == others for name in assignors)
 
     def _vote(self) -> str:
-        """Return the assignor that most members prefer of those that all offer; among equals rather the one in force."""
+        """Return the assignor that most members prefer, of those that all offer. On a tie the present one wins."""
         shared = {name for name, count in self.offers.items() if count == len(self.members)}
         votes = Counter(next(filter(shared.__contains__, member.options.assignors)) for member in self.members.values())
         return max(votes, key=lambda name: (votes[name], name == self.assignor, name))
@@ -452,7 +475,7 @@ class Group:
         return found
 
     def fence(self, member: Member, generation: int | None) -> int:
-        """Return the generation that the member speaks in; None: the door vouches that it is the newest one.
+        """Return the generation of the member's request. None: the door vouches that it is the newest one.
 
         Raises RequestRefused (fenced) if the member has shown a newer one, or if there is no such generation yet.
         """
@@ -464,7 +487,7 @@ class Group:
         return generation
 
     def give_up(self, member: Member, generation: int, now: float) -> None:
-        """Take away what the member was asked for up to `generation`."""
+        """Take away the partitions that the member was asked for up to `generation`."""
         self._ownership.release(member, [p for p, asked in member.revoking.items() if asked <= generation])
         if member.revoking:
             member.revoke_by = now + member.options.rebalance_s
@@ -474,13 +497,13 @@ class Group:
     ) -> None:
         """Raise RequestRefused unless the member may commit all of `partitions` in `generation`.
 
-        A member that has not yet heard of the newest generation may commit what it owned before and owns still.
+        A member that does not know the newest generation yet may commit what it owned before and still owns.
         """
         generation = self.fence(member, generation)
         for partition in partitions:
             check_exists(partition, exists)
             if self.protocol_type:
-                continue  # only its leader knows whose it is
+                continue  # only the leader knows the owner
             name = f"{partition.topic}/{partition.partition}"
             since = member.owned.get(partition)
             if since is None:
@@ -491,12 +514,12 @@ class Group:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def topics_changed(self, exists: Exists) -> None:
-        """Partitions came or went: those that are gone have no owner from now on."""
+        """Note that partitions came or went: those that are gone have no owner from now on."""
         self._ownership.drop_gone(exists)
         self._is_stale = bool(self.members)
 
     def topics_read(self) -> set[str]:
-        """Return the topics that members subscribe to, and those of which they own a partition still."""
+        """Return the topics that members subscribe to, and those of partitions that they still own."""
         return {*self.topics, *(partition.topic for partition in self._ownership.owners)}
 
     def is_due(self) -> bool:
@@ -511,8 +534,8 @@ class Group:
         return self._is_stale or self._ownership.has_free
 
     def step(self, partitions_of: Mapping[str, int], now: float) -> None:
-        """Begin a generation: ask for what has to be given up, give what is free, tell all members."""
-        ownership = self._ownership
+        """Begin a generation: ask for what must be given up, give what is free, tell all members."""
+        ownership, self.is_kept = self._ownership, False
         keeps_handed_out = self.has_handed_out() and not self._is_stale
         self.generation = max(self.generation, self.least) + 1
         if keeps_handed_out:
@@ -532,7 +555,7 @@ class Group:
             self._events.append(Assigned(self.name, member.id, self.generation, member.assignment()))
 
     def _target(self, partitions_of: Mapping[str, int]) -> dict[TopicPartition, str]:
-        """Return who is to own what: a partition, or in kind `kafka` its seat."""
+        """Return the planned owner of each partition, or in kind `kafka` of each seat."""
         if self.protocol_type:
             return {TopicPartition(member, 0): member for member in self.members}
         preferred = sorted(self.members.values(), key=lambda member: member.order)
@@ -541,7 +564,7 @@ class Group:
         return {partition: member for member, partitions in wanted.items() for partition in partitions}
 
     def hand_out(self, assignments: Mapping[str, bytes]) -> None:
-        """Take over what the leader says to each member in the newest generation."""
+        """Store the leader's assignments for the newest generation."""
         self.handed_out_in = self.generation
         for member in self.members.values():
             self.size -= member.size
@@ -553,7 +576,7 @@ class Group:
 
     @property
     def state(self) -> State:
-        """What the group waits for (State)."""
+        """Return what the group waits for (State)."""
         if not self.members:
             return State.EMPTY
         if self._is_stale:
@@ -566,8 +589,13 @@ class Group:
         """Return True if the leader has assigned in the newest generation."""
         return self.handed_out_in == self.generation
 
+    def is_read_by_kafka(self, partition: TopicPartition) -> bool:
+        """Return True if the owner of a partition came through the Kafka door. In kind `kafka` it may be any member."""
+        owner = self.leader or self._ownership.owners.get(partition)
+        return owner is not None and self.members[owner].options.is_kafka
+
     def owned(self) -> Collection[TopicPartition]:
-        """Return the partitions that have an owner. Not to be kept."""
+        """Return the partitions that have an owner. Do not keep the result."""
         return () if self.protocol_type else self._ownership.owners.keys()
 
     def view(self) -> GroupView:

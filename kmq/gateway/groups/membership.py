@@ -6,34 +6,32 @@
     await groups.commit(group, member, rows)
 
 Owner       the gateway: one task, from its start to its end. It writes data/gateway.starts once, at its start.
-Invariant   Each member has at most one listener: who joins under the name of a member takes its place, and the listener
-            before it is told Ended(fenced). An earlier attempt of the same run, which arrives late, never does: it is
-            refused. A commit is stored only after the coordinator has allowed it, and never
-            beyond the end of a partition; the coordinator hears of it only after it is durable. What it goes beyond,
-            though the answer with it is not known to have arrived, comes again (deliveries.py): on disk before the commit.
-            The commits of a group are judged and stored in the order of the calls: one that has to wait for the router
-            never lands behind a later one.
-            A partition younger than a group's subscription is given to nobody before the group has begun there: with
-            offset 0, on disk.
-            Committed offsets are forgotten only when the group had no members for KMQ_GROUP_RETENTION, or when somebody
-            deletes it. What was committed after that stays.
+Invariant   Each member has at most one listener. A client that joins under the name of a member takes its place, and
+            the former listener gets Ended(fenced). An earlier attempt of the same run that arrives late is refused.
+            A commit is stored only after the coordinator has allowed it, and never beyond the end of a partition. The
+            coordinator is told of it only when it is durable. If a commit passes messages whose answer is not known to
+            have arrived, they are delivered again (deliveries.py): their rows are on disk before the commit.
+            The commits of a group are judged and stored in the order of the calls: a commit that has to wait for the
+            router never lands after a later one.
+            A partition younger than a group's subscription is assigned only after the group has begun there: offset 0
+            is committed, on disk.
+            Committed offsets are forgotten only when the group had no members for KMQ_GROUP_RETENTION, or when a user
+            deletes it. Later commits stay.
             `count_start` never returns a number twice, because the next one is on disk before it returns.
-Crash       Groups that have committed offsets are restored from the store, and the start is counted; nobody joins
-            before that is done. How old the offsets are is for offsets.py to judge, whose clock does not jump, and who
-            gives members the time to come back. So a start forgets nothing. gateway.starts is replaced atomically;
-            where it is missing or damaged, as after a restore, counting goes on from the records' generations.
-Cost        A stat each second; a look at every topic when one came or went, and every _TOPICS_S.
+Crash       A start restores groups with committed offsets from the store, and counts itself. No member joins before
+            that is done. In a shard the members of a group are restored, too (group_records.py).
+            offsets.py judges how old the offsets are: its clock does not jump, and it gives members time to return. So
+            a start forgets nothing. gateway.starts is replaced atomically. If it is missing or damaged, as after a
+            restore, counting continues from the generations of the records.
 Memory      As coordinator.py and offsets.py say, and a listener for each member that is connected.
 """
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from secrets import token_hex
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from kmq.config.settings import Settings
@@ -41,9 +39,11 @@ from kmq.errors import KmqError
 from kmq.files import replace_file
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.partitions import Partitions
+from kmq.gateway.groups import group_records
 from kmq.gateway.groups.coordinator import EPOCH_LIVES, Coordinator, least_starts
-from kmq.gateway.groups.deliveries import Deliveries
-from kmq.gateway.groups.group import NEVER
+from kmq.gateway.groups.declared_topics import Beginning, DeclaredTopics, TopicChange
+from kmq.gateway.groups.deliveries import Deliveries, after_letters
+from kmq.gateway.groups.group import NEVER, Group
 from kmq.gateway.groups.offset_table import MAX_OFFSET, CommittedOffset, NackRow, Partition
 from kmq.gateway.groups.offsets import GRACE_S, OffsetCommit, OffsetStore
 from kmq.gateway.groups.protocol import (
@@ -59,10 +59,8 @@ from kmq.gateway.groups.protocol import (
     Revoke,
     State,
 )
-from kmq.log import topics
-from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
-from kmq.wire.requests import Position
+from kmq.wire.requests import TopicPartition
 
 # --- starts ----------------------------------------------------------------------------------------------------------
 # data/gateway.starts: one line with the decimal number of the lives of gateways up to now (coordinator.py).
@@ -83,112 +81,23 @@ def count_start(data: str, least: int = 0) -> int:
     return former
 
 
-# --- topics -----------------------------------------------------------------------------------------------------------
-
-_TOPICS_S = 5.0  # between two looks whether a topic has more partitions
-_Declared = dict[str, tuple[int, int | None]]  # topic → partitions, from_seq
-
-
-class TopicChange(NamedTuple):
-    """What a look has found.
-
-    partitions_of   all topics with their partitions
-    again           names that were deleted and declared anew
-    young           topics that came or grew since the last look → how many partitions they had before; at the first look
-                    topics that have grown → how many they had at first
-    """
-
-    partitions_of: dict[str, int]
-    again: list[str]
-    young: dict[str, int]
-
-
-class DeclaredTopics:
-    """Followed on disk, and looked at when somebody names one. `changed` is called with each change."""
-
-    def __init__(self, data: str, partitions: Partitions, changed: Callable[[TopicChange], None], log: Logger) -> None:
-        self._data, self._partitions, self._changed, self._log = data, partitions, changed, log
-        self._declared: _Declared = {}
-        self._first: dict[str, int] = {}  # of the first look: topic → partitions before it grew
-        self._has_looked = False
-        self._seen, self._at = 0, 0.0
-        self._why = ""  # why the last look has failed, so that the log says it once
-
-    def __contains__(self, topic: str) -> bool:
-        return topic in self._declared
-
-    async def follow(self) -> None:
-        """Look whether topics came, went, or have more partitions. Call about once a second."""
-        try:
-            seen = os.stat(f"{self._data}/topics").st_mtime_ns
-            if seen == self._seen and time.monotonic() < self._at:
-                return
-            declared = await asyncio.to_thread(self._look_at_all)
-        except (KmqError, OSError) as err:
-            if self._why != str(err):
-                self._log.warn("topics_not_read", reason=err, effect="groups keep the topics that they know")
-            self._why = str(err)
-            return
-        self._why = ""
-        self._seen, self._at = seen, time.monotonic() + _TOPICS_S
-        self._take(declared)
-        self._has_looked = True
-        self._first.clear()
-
-    async def know(self, names: Iterable[str]) -> None:
-        """Look at topics that are named now, because they may be younger than the last look."""
-        found = await asyncio.to_thread(self._partitions.declared_of, names)
-        self._take(self._declared | found)  # not before the look: meanwhile another one may have found more
-
-    def _look_at_all(self) -> _Declared:
-        names = topics.names(self._data)
-        if not self._has_looked:
-            self._first = {name: self._partitions.first_count(name) for name in names}
-        return self._partitions.declared_of(names)
-
-    def _take(self, declared: _Declared) -> None:
-        # A topic that is pending keeps its former from_seq: else the router's next word would be its first life.
-        since_of = {name: since for name, (_, since) in self._declared.items()}
-        declared = {
-            name: (count, since_of.get(name) if since is None else since) for name, (count, since) in declared.items()
-        }
-        if declared == self._declared:
-            return
-        again = [name for name, (_, since) in declared.items() if since_of.get(name) not in (None, since)]
-        partitions_of = {name: count for name, (count, _) in declared.items()}
-        if self._has_looked:
-            before = {name: count for name, (count, _) in self._declared.items() if name not in again}
-        else:
-            before = partitions_of | self._first
-        self._declared = declared
-        young = {name: before.get(name, 0) for name, count in partitions_of.items() if before.get(name, 0) < count}
-        self._changed(TopicChange(partitions_of, again, young))
-
-
 # --- membership ------------------------------------------------------------------------------------------------------
 
 _ROUTED_S = 5.0  # longest wait of a commit for the router
-_ARRIVAL_S = 2.0  # until messages come again whose answer may have arrived
+_ARRIVAL_S = 2.0  # until messages are delivered again if their answer may have arrived
 _ON_THE_WAY = "in an answer that is not known to have arrived"
 _LOOK_S = 1.0  # between two looks whether topics came or went
 _LOAD_S = 0.05  # between two looks whether the offsets are loaded
-_COME_BACK_S = 2.0  # how long the members of a former life of the gateway are waited for
+_COME_BACK_S = 2.0  # how long to wait for the members of the gateway's former life
 
 Listener = Callable[[Event], None]
-
-
-class Beginning(NamedTuple):
-    """A topic whose partitions from number `before` on no member is given yet: groups are to begin there first."""
-
-    topic: str
-    before: int
 
 
 class Groups:
     """All groups of the broker. Every call may raise RequestRefused (not_ready) until the offsets are loaded."""
 
     def __init__(self, settings: Settings, store: OffsetStore, partitions: Partitions, log: Logger) -> None:
-        self.life = 0  # of the gateway: no other one of this broker, or of its shard, has this number; 0: not known yet
+        self.life = 0  # of the gateway: its number, unique in this broker and its shard; 0: not known yet
         self.store, self.epoch = store, 0  # the epoch in which this broker leads its shard; 0: no shard
         self.deliveries = Deliveries()
         self.coordinator = Coordinator()  # without groups, until they are restored
@@ -198,8 +107,9 @@ class Groups:
         self.partitions_of: dict[str, int] = {}  # of all topics; another dict after each change
         self._beginning: list[Beginning] = []
         self._listeners: dict[tuple[str, str], Listener] = {}
-        self._watchers: dict[str, set[asyncio.Event]] = {}  # group → of readers that wait for what members give back
-        self._attended = Counter[tuple[str, str]]()  # group, member → answers that it waits for, and cannot beat
+        self._watchers: dict[str, set[asyncio.Event]] = {}  # group → its readers that wait for given-back messages
+        self._too_large: set[str] = set()  # groups already logged as too large to keep their members
+        self._attended = Counter[tuple[str, str]]()  # group, member → answers it waits for, unable to beat
         self.is_ready = False
         self._timer: asyncio.TimerHandle | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
@@ -223,8 +133,10 @@ class Groups:
                 self._timer.cancel()
 
     async def _restore(self) -> bool:
-        """Make all groups with committed offsets known; return False if that has to be tried again."""
-        least = least_starts(max(self.store.generations().values(), default=0), self.epoch)
+        """Restore all groups with committed offsets. Return False if that must be retried."""
+        records = self._records()
+        generations = [*self.store.generations().values(), *(generation for generation, _ in records.values())]
+        least = least_starts(max(generations, default=0), self.epoch)
         try:
             starts = await asyncio.to_thread(count_start, self._settings.data, least)
         except OSError as err:
@@ -237,7 +149,43 @@ class Groups:
         now = time.monotonic()
         for group, generation in self.store.generations().items():  # commits that were decided may be stored meanwhile
             self.coordinator.restore(group, generation, now, wait_s=_COME_BACK_S)
+        for group, (_, take_over) in records.items():
+            self.coordinator.restore_members(group, take_over, now)
         return True
+
+    def _records(self) -> dict[str, tuple[int, Callable[[Group], None]]]:
+        """Return, by group, the members that the shard's former leader recorded; {} without a shard."""
+        found = {}
+        for group, (seq, payload) in self.store.members.items() if self.epoch else ():
+            try:
+                found[group] = group_records.decode(payload)
+            except (ValueError, LookupError, TypeError) as err:
+                reason, effect = f"seq {seq}: {err!r}", "its members join again"
+                self._log.warn("members_not_kept", group=group, reason=reason, effect=effect)
+        return found
+
+    def _keep_members(self) -> None:
+        """In a shard, write the members of each changed group before its members hear of the new generation."""
+        for group in self.coordinator.take_changes():
+            if self.epoch:
+                payload = group_records.encode(group)
+                if len(payload) > min(group_records.MAX_BYTES, self._settings.max_line // 2):
+                    if group.name not in self._too_large:
+                        reason, effect = f"{len(group.members):,} members, {len(payload):,} bytes", "they join again"
+                        self._log.warn("members_not_kept", group=group.name, reason=reason, effect=effect)
+                    self._too_large.add(group.name)
+                    payload = b""
+                else:
+                    self._too_large.discard(group.name)
+                self.in_background(self._keep(group.name, payload))
+
+    async def _keep(self, group: str, payload: bytes) -> None:
+        try:
+            await self.store.keep_members(group, payload)
+        except KmqError as err:
+            if not (isinstance(err, RequestRefused) and err.code == "stopping"):
+                effect = "if another broker leads before the next change, its members join again"
+                self._log.warn("members_not_kept", group=group, reason=err, effect=effect)
 
     # --- topics ------------------------------------------------------------------------------------------------------
 
@@ -252,7 +200,7 @@ class Groups:
         self._tell_topics(change.again)
 
     def _tell_topics(self, again: Iterable[str] = ()) -> None:
-        """Tell the coordinator of all topics, except of partitions in which groups are still to begin."""
+        """Tell the coordinator of all topics, except of partitions in which groups have yet to begin."""
         counts = dict(self.partitions_of)
         for topic, before in self._beginning:
             counts[topic] = min(before, counts.get(topic, 0))
@@ -260,11 +208,11 @@ class Groups:
         self._arm()
 
     def _begin_at_start(self, topic: str, before: int) -> dict[str, dict[Partition, OffsetCommit]]:
-        """Return what groups that subscribed to a topic earlier commit in its partitions from number `before` on.
+        """Return the first commits of a topic's subscribed groups, in its partitions from number `before` on.
 
-        Those are younger than the subscription, so all that is in them came after it. A member that joins later with
-        `latest` would take its own beginning for the group's. A group has subscribed if members of it read the topic, or
-        if it has committed in all of the older partitions, except where its beginning is on its way to the disk.
+        These partitions are younger than the subscription, so every record in them came after it. A member that joins
+        later with `latest` would take its own beginning for the group's. A group has subscribed if its members read the
+        topic, or if it has committed in all older partitions, except where its first commit is still being written.
         """
         groups = set(self.coordinator.subscribers(topic))
         known = min([before, *(each.before for each in self._beginning if each.topic == topic)])
@@ -277,7 +225,7 @@ class Groups:
         return {group: {place: OffsetCommit(0) for place in places} for group, places in asked.items() if places}
 
     async def _begin(self, beginning: Beginning, rows: dict[str, dict[Partition, OffsetCommit]]) -> None:
-        """Commit the beginning of groups in young partitions. Nobody is given those before that is on disk."""
+        """Commit offset 0 for groups in young partitions. No member is assigned them before that is on disk."""
         try:
             for group, offsets in rows.items():
                 is_first = True
@@ -289,7 +237,7 @@ class Groups:
         self._tell_topics()
 
     async def _has_begun(self, group: str, rows: dict[Partition, OffsetCommit], is_first: bool) -> bool:
-        """Try to commit, and return False if that is to be tried again, which the log says at the first try alone."""
+        """Try to commit. Return False if that must be retried. The log has a line for the first failure only."""
         try:
             await self.store.commit(group, rows)
         except RequestRefused as err:
@@ -304,17 +252,18 @@ class Groups:
     # --- the coordinator's clock and events --------------------------------------------------------------------------
 
     def _arm(self, seconds: float = 0.0) -> None:
-        """Let the coordinator work in so many seconds; 0: as soon as the event loop is free."""
+        """Run the coordinator in so many seconds; 0: as soon as the event loop is free."""
         if self._timer is not None:
             self._timer.cancel()
         if self.is_ready:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._turn)
 
     def _turn(self) -> None:
-        """Let the coordinator do what is due, and pass its events on."""
+        """Run what is due in the coordinator, and pass its events on."""
         for attended in self._attended:
             self._beat_if_member(*attended)
         due = self.coordinator.tick(time.monotonic())
+        self._keep_members()
         for event in self.coordinator.take_events():
             if isinstance(event, Forgotten):
                 self.deliveries.drop(event.group)
@@ -322,7 +271,7 @@ class Groups:
                 continue
             listener = self._listeners.get((event.group, event.member))
             if isinstance(event, Ended):
-                self.deliveries.died(event.group, event.member)
+                self.deliveries.died(event.group, event.member, self.store.committed(event.group))
                 self._listeners.pop((event.group, event.member), None)
             if listener is not None:
                 listener(event)
@@ -357,9 +306,9 @@ class Groups:
         resume: Resume | None = None,
         is_anew: bool = False,
     ) -> str:
-        """Join, or come back as `member`. Returns the member's id. `listener` hears the assignment in any case.
+        """Join, or return as `member`. Returns the member's id. `listener` gets the assignment in any case.
 
-        `is_anew`: the member's program has started, or lost its connection, so what it had in hand comes again.
+        `is_anew`: the member's program was started, or lost its connection, so messages it had are delivered again.
         Raises what Coordinator.join raises.
         """
         self.ready()
@@ -369,7 +318,7 @@ class Groups:
         is_back = self.coordinator.generation(group, member) is not None
         id = self.coordinator.join(group, member, client, options, now, resume or Resume())
         if is_anew:
-            self.deliveries.died(group, id)
+            self.deliveries.died(group, id, self.store.committed(group))
         has_heard = False
 
         def first(event: Event) -> None:
@@ -386,14 +335,14 @@ class Groups:
         return id
 
     def listen(self, group: str, member: str, listener: Listener) -> None:
-        """Let `listener` hear what becomes of a member. Who heard it before is told that it does no more."""
+        """Send a member's events to `listener`. A former listener gets Ended(fenced)."""
         former = self._listeners.get((group, member))
         if former is not None:
             former(Ended(group, member, "fenced"))
         self._listeners[group, member] = listener
 
     def stop_listening(self, group: str, member: str, listener: Listener) -> None:
-        """Note that a connection has ended. The member stays until its session timeout, and may come back."""
+        """Note that a connection has ended. The member stays until its session timeout, and may return."""
         if self._listeners.get((group, member)) == listener:
             del self._listeners[group, member]
 
@@ -418,69 +367,107 @@ class Groups:
         self.ready().leave(group, member, time.monotonic())
         self.deliveries.release(group, member)
         listener = self._listeners.pop((group, member), None)
-        if listener is not None:  # which another door may have said on its behalf
+        if listener is not None:  # another door may have asked on the member's behalf
             listener(Ended(group, member, "unknown_member"))
         self._arm()
 
     # --- offsets -----------------------------------------------------------------------------------------------------
 
     def committed(self, group: str) -> Mapping[Partition, CommittedOffset]:
-        """Return what a group has committed: the table itself, so do not change it, nor read it in a thread."""
+        """Return a group's committed offsets: the table itself, so do not change it, and do not read it in a thread."""
         self.ready()
         return self.store.committed(group)
 
     def has_committed(self, place: Partition, offset: int, group: str | None) -> bool:
-        """Return True if the group, or any, has committed past this record, and has not given it back."""
+        """Return True if the group (None: any group) has committed past this record, and has not given it back."""
         table = self.store.table
         return table.is_handled(place, offset) if group is None else table.has_handled(group, place, offset)
 
     async def commit(
-        self, group: str, member: str | None, rows: Mapping[Partition, OffsetCommit], generation: int | None = None
+        self,
+        group: str,
+        member: str | None,
+        rows: Mapping[Partition, OffsetCommit],
+        generation: int | None = None,
+        may_exceed: bool = False,
+        is_seek: bool = False,
     ) -> None:
-        """Commit; durable when this returns. Raises what Coordinator.check_commit and OffsetStore.commit raise."""
+        """Commit; durable when this returns. Raises what Coordinator.check_commit and OffsetStore.commit raise.
+
+        `may_exceed`: accept offsets beyond the end, as Kafka does; the others begin at the end. `is_seek`: the group
+        reads anew and forgets what it gave back. If it has no members and is set back, it forgets that from this offset
+        on.
+        """
         coordinator, deadline = self.ready(), time.monotonic() + _ROUTED_S
         turn = self._judging.setdefault(group, asyncio.Lock())
         async with turn:
             await self.check_commit(group, member, generation, rows)
-            name = member if member and coordinator.generation(group, member) is not None else ""  # SHARED may be none
-            has_waited = await self.check_ends(rows, deadline)
+            name = member if member and coordinator.generation(group, member) is not None else ""  # SHARED: no member
+            has_waited = not may_exceed and await self.check_ends(rows, deadline)
             if await self._keep_on_the_way(group, name, rows) or has_waited:
-                # Meanwhile the member may have lost the partition.
+                # The member may have lost the partition while this waited.
                 coordinator.check_commit(group, member, generation, rows, time.monotonic())
         if generation is None:
             generation = coordinator.generation(group, name) or 0
         known = self.store.committed(group)
+        anew = {
+            place: 0 if is_seek else row.offset
+            for place, row in rows.items()
+            if is_seek or (member is None and (place not in known or row.offset < known[place].offset))
+        }
         ahead = {
-            place: row._replace(offset=self._after_letters(group, place, row.offset))
+            place: row
+            if place in anew
+            else row._replace(offset=after_letters(self.store.nacks(group, *place), row.offset))
             for place, row in rows.items()
             if place not in known
+            or place in anew
             or row.offset >= known[place].offset
-            or not self._is_of_one(group, place, row.offset - 1)
+            or not self._is_of_one(group, name, place, row.offset - 1)
         }
-        # What is delivered while the commit is on its way is not done by it.
+        # A message delivered while the commit is being written is not done by it.
         done = {place: self.deliveries.done_by(group, place, row.offset) for place, row in rows.items()}
-        lost = [
-            (place, offset)
-            for place, row in rows.items()
-            for offset in self.deliveries.lost_by(group, place, row.offset)
-        ]
+        again = {place: self.read_again(group, name, place, row.offset) for place, row in rows.items()}
+        lost = [(place, at) for place, row in rows.items() for at in self.deliveries.lost_by(group, place, row.offset)]
         if ahead:
-            # Its heir would begin in front of this commit, and go back.
+            # The partition's next owner would begin before this commit, and go back.
             with self.attending(group, name):
-                await self.store.commit(group, ahead, name, generation)
+                await self.store.commit(group, ahead, name, generation, anew=anew)
+        for place in anew:
+            self.deliveries.drop(group, place)
         coordinator.committed(group, time.monotonic())
         for place, row in rows.items():
             mine = [offset for offset in done[place] if self.deliveries.has(group, place, offset)]
-            await self.forget(group, place, mine, row.offset if place in ahead else 0)
+            await self.forget(group, place, [*mine, *again[place]], row.offset if place in ahead else 0)
         for place, offset in lost:
             self.deliveries.give_back(group, place, offset)
         if lost:
             self.wake(group)
 
+    def check_redelivery(self, group: str, place: Partition) -> None:
+        """Raise RequestRefused (kafka_owner) if a Kafka member owns the partition: it gets no message again."""
+        if self.ready().is_read_by_kafka(group, place):
+            text = f"{TopicPartition(*place)}: a member by Kafka's protocol owns it, and what is given back does not come to it"
+            raise RequestRefused("kafka_owner", text)
+
+    def read_again(self, group: str, member: str, place: Partition, offset: int) -> list[int]:
+        """Return the given-back messages that are done when a Kafka member commits this next offset.
+
+        It reads everything from the group's offset on, in order. Given-back messages before that offset wait.
+        """
+        known, rows = self.store.committed(group).get(place), self.store.nacks(group, *place)
+        if not rows or known is None or not self._is_kafka(group, member):
+            return []
+        return [at for at, row in rows.items() if known.offset <= at < offset and not row.letter]
+
+    def _is_kafka(self, group: str, member: str) -> bool:
+        options = self.coordinator.options(group, member)
+        return options is not None and options.is_kafka
+
     async def check_commit(
         self, group: str, member: str | None, generation: int | None, places: Iterable[Partition]
     ) -> None:
-        """Raise what Coordinator.check_commit raises. Topics may be younger than the last look at them."""
+        """Raise what Coordinator.check_commit raises. Looks again for topics that are not known yet."""
         places = tuple(places)
         if unknown := {topic for topic, _ in places if topic not in self._topics}:
             await self._topics.know(unknown)
@@ -488,7 +475,7 @@ class Groups:
 
     @contextmanager
     def attending(self, group: str, member: str) -> Iterator[None]:
-        """Keep the session of a member that waits for an answer."""
+        """Keep the session of a member alive while it waits for an answer."""
         self._attended[group, member] += 1
         try:
             yield
@@ -503,9 +490,9 @@ class Groups:
             self.beat(group, member)
 
     async def _keep_on_the_way(self, group: str, member: str, rows: Mapping[Partition, OffsetCommit]) -> bool:
-        """Let messages come again that a commit goes beyond, though their answer may never have arrived.
+        """Write rows for messages on the way that this commit passes: their answer may never have arrived.
 
-        They are given time to show that it has (polling.py). Return True if there are such messages.
+        Until they are due, the member can show that it has them (polling.py). Return True if there are any.
         """
         known, is_any = self.store.committed(group), False
         for place, row in rows.items():
@@ -523,54 +510,43 @@ class Groups:
         return is_any
 
     def in_background(self, work: Coroutine[None, None, None]) -> None:
-        """Do this beside what goes on."""
+        """Run a coroutine as a task, and keep a reference until it ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)
 
     async def check_ends(self, rows: Mapping[Partition, OffsetCommit], deadline: float) -> bool:
-        """Raise RequestRefused (out_of_range) for an offset beyond the end: the group would skip what comes there.
+        """Raise RequestRefused (out_of_range) for an offset beyond the end: the group would skip messages yet to come.
 
-        What somebody has read is there, so an ordinary commit costs no look at a file. Return True if there was one.
-        A log may end earlier than it did while the router recovers. So whoever is ahead of the files is judged when all
-        that is durable now is routed, and no honest commit is refused. If that takes too long, it is `not_ready`.
+        A member has read below the end, so an ordinary commit reads no file. Return True if a file was read.
+        While the router recovers a log may end earlier than before. So a commit ahead of the files is judged only when
+        all that is durable now is routed, and no honest commit is refused. If that takes too long, it is `not_ready`.
         """
         reached = self._partitions.reached
         ahead = [(place, row.offset) for place, row in rows.items() if reached(place) < row.offset <= MAX_OFFSET]
-        if not ahead or await asyncio.to_thread(self._first_beyond, ahead) is None:
+        if not ahead or await asyncio.to_thread(self._partitions.first_beyond, ahead) is None:
             return bool(ahead)
         watermark, durable = self.store.watermark, self.store.watermark.durable
         while not (watermark.is_followed and watermark.routed >= durable):
             if time.monotonic() >= deadline:
                 raise RequestRefused("not_ready", "the router is down or recovers, so the end is unknown; commit again")
             await asyncio.sleep(_LOAD_S)
-        if (refused := await asyncio.to_thread(self._first_beyond, ahead)) is not None:
+        if (refused := await asyncio.to_thread(self._partitions.first_beyond, ahead)) is not None:
             raise refused
         return True
 
-    def _first_beyond(self, offsets: Iterable[tuple[Partition, int]]) -> RequestRefused | None:
-        for place, offset in offsets:
-            try:
-                self._partitions.open(*place).locate(Position("offset", offset))
-            except RequestRefused as err:
-                if err.code in ("out_of_range", "not_ready"):
-                    return err
-            except DamageError:
-                pass  # nobody knows where it ends
-        return None
+    def _is_of_one(self, group: str, member: str, place: Partition, offset: int) -> bool:
+        """Return True if a commit of `offset` + 1, lower than the group's offset, is for this one redelivered message.
 
-    def _is_of_one(self, group: str, place: Partition, offset: int) -> bool:
-        """Return True if a commit behind this message, with which the group goes back, concerns just the message.
-
-        It came again to who commits it. If that one does not have it any more, as after a start of the gateway, the
-        message comes once more, and the group stays where it is.
+        If the member does not have the message in hand any more, as after a start of the gateway, the message is
+        delivered once more. The group's offset stays in any case.
         """
         row = self.store.nacks(group, *place).get(offset)
-        return row is not None and not row.letter
+        return row is not None and not row.letter and not self._is_kafka(group, member)
 
     @contextmanager
     def watch(self, group: str, event: asyncio.Event) -> Iterator[None]:
-        """Set the event whenever a message of the group was given back."""
+        """Set the event whenever a message of the group is given back."""
         self._watchers.setdefault(group, set()).add(event)
         try:
             yield
@@ -580,12 +556,12 @@ class Groups:
                 del self._watchers[group]
 
     def wake(self, group: str) -> None:
-        """Let the group's readers look again."""
+        """Wake the group's readers to look again."""
         for event in self._watchers.get(group, ()):
             event.set()
 
     async def forget(self, group: str, place: Partition, offsets: Iterable[int], committed: int = 0) -> None:
-        """Forget messages of a partition that the group has done with, and letters that it has committed beyond."""
+        """Forget given-back messages of a partition that are done, and dead letters before the committed offset."""
         nacks = self.store.nacks(group, *place)
         letters = [offset for offset, row in nacks.items() if row.letter and offset < committed] if nacks else []
         done = [*offsets, *letters]
@@ -597,27 +573,16 @@ class Groups:
             self.wake(group)
         self.deliveries.committed(group, place, committed)
 
-    async def pass_letters(self, group: str, place: Partition, start: int) -> None:
-        """Move the group's offset over messages that were put aside, if it stands in front of one.
+    def overtake(self, group: str, place: Partition, gone: range, is_again: bool = False) -> None:
+        """Count and log offsets that were deleted before the group read them.
 
-        `start`: the first offset of the partition, where a group without a commit stands. While another commit is on
-        its way the offset stays: the next commit moves it. The rows stay, too, until a member has committed beyond
-        them: it may stand in front of them still.
+        If the first of these offsets was counted before, the rest is counted without another log line.
         """
-        known = self.store.committed(group).get(place)
-        begin = known.offset if known else start
-        offset = self._after_letters(group, place, begin)
-        if offset > begin and not self.store.is_writing(group):
-            moved = OffsetCommit(offset, known.metadata, known.leader_epoch) if known else OffsetCommit(offset)
-            await self.store.commit(group, {place: moved}, generation=known.generation if known else 0)
-            self.coordinator.committed(group, time.monotonic())
-
-    def _after_letters(self, group: str, place: Partition, offset: int) -> int:
-        """Return the first offset from this one on whose message was not put aside."""
-        nacks = self.store.nacks(group, *place)
-        while offset in nacks and nacks[offset].letter:
-            offset += 1
-        return offset
+        counted = self.deliveries.overtake(group, place, gone, is_again)
+        if counted and counted.start == gone.start:
+            last, effect = counted[-1], "lost to the group, which goes on behind them"
+            where = {"group": group, "topic": place[0], "partition": place[1]}
+            self._log.warn("group_overtaken", **where, first=counted[0], last=last, count=len(counted), effect=effect)
 
     # --- views -------------------------------------------------------------------------------------------------------
 
@@ -634,14 +599,14 @@ class Groups:
         )
 
     def forgotten(self, group: str) -> None:
-        """Note that the committed offsets of a group were deleted: it is gone, unless somebody uses it again."""
+        """Note that a group's committed offsets were deleted: the group is gone, unless a client uses it again."""
         if self.coordinator.state(group) is State.EMPTY and not self.store.committed(group):
             self.deliveries.drop(group)
             self.coordinator.delete(group)
 
 
 def _tell_again(coordinator: Coordinator, group: str, member: str, listener: Listener) -> None:
-    """Tell a member that came back what it has and is to give up. If that is nothing yet, the next generation tells it."""
+    """Tell a returning member its assignment and revocations. If it has neither yet, the next generation tells it."""
     found = coordinator.assignment(group, member)
     if found.revoking:
         listener(Revoke(group, member, found.generation, found.revoking))

@@ -1,18 +1,21 @@
-"""The rows of all groups: what each committed, and which messages it gave back. Their records, and their table.
+"""The rows of all groups (committed offsets and given-back messages): their records, and their table in memory.
 
-Invariant   Of two rows for one place the one with the higher seq stays, in whatever order they arrive.
-Damage      A record that is no row is skipped, counted and named in a log line: somebody may have brought it back from
-            an older release, or a later release may have written it. Damaged bytes raise DamageError: what is lost in
-            them may be all that a group has committed, and a group that is not known begins anew: it reads everything
-            again, or with `latest` skips what waits for it.
-Cost        What any group has committed in a partition is known without a look at each group (`furthest`).
-Memory      At most MAX_GROUPS groups and MAX_BYTES of rows (ROW_BYTES each, and its texts), MAX_NACKS messages given
-            back in a partition; then `offsets_full`. Rows that were stored already are always taken in.
+    key etl.orders.0      payload offset=8 ts=1700000000.000 member=c1 generation=3 metadata=      → CommittedOffset
+    key etl.orders.0.7    payload deliveries=1 due=1700000030.000 reason=timeout                   → NackRow
+
+Invariant   Of two rows with one key the one with the higher seq stays, in whatever order they arrive.
+Damage      A record that is not a valid row is skipped, counted and named in a log line: it may come from a restore of
+            an older release, or from a later release. Damaged bytes raise DamageError, because they may hold all that
+            a group has committed. A group that is not known begins anew: it reads everything again, or with `latest`
+            skips the messages that wait for it.
+Cost        The highest offset that any group has committed is known without a look at each group (`furthest`).
+Memory      At most MAX_GROUPS groups and MAX_BYTES of rows (ROW_BYTES each, and its texts), and MAX_NACKS given-back
+            messages in a partition; then `offsets_full`. Rows that were stored already are always accepted.
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
@@ -25,16 +28,16 @@ from kmq.message import routing
 # --- records of topic `__consumer_offsets` ---------------------------------------------------------------------------
 #     key      <group>.<topic>.<partition>             each part percent-encoded, its dots too
 #     payload  offset=<n> ts=<unix> member=<m> generation=<g> metadata=<…>
-#              epoch=<n>                               by a client of Kafka: of the leader whose record it read last
-#              since=<seq>                             of a record that was written again: the seq of its first one
+#              epoch=<n>                               from a Kafka client: leader epoch of the record it read last
+#              since=<seq>                             of a record that was written again: the seq of its first record
 #              offset: the next to read. ts: seconds with three decimals. member, metadata: percent-encoded
 #
 #     key      <group>.<topic>.<partition>.<offset>    a message that a member gave back (nack)
-#     payload  deliveries=<n> due=<unix> reason=<…>    how often it was delivered, and when it may be delivered again;
+#     payload  deliveries=<n> due=<unix> reason=<…>    how often it was delivered, when it may be delivered again;
 #              first=<unix>                            when it was first given back
 #              letter=<topic>/<partition>@<offset>     of a message that was put aside: where its dead letter is
 #
-# The empty payload is a tombstone: nothing is known of that key any more. The last record of a key counts. Fields may
+# The empty payload is a tombstone: the key has no row any more. The last record of a key counts. Fields may
 # be added at the end of a payload, and only there.
 
 TOPIC = "__consumer_offsets"
@@ -62,7 +65,7 @@ _STORED = re.compile(
 
 
 class RowKey(NamedTuple):
-    """What a key names: a partition of a topic, or, with an offset, one message of it, for one group."""
+    """The place of a row: a partition of a topic for one group, or, with an offset, one message of it."""
 
     group: str
     topic: str
@@ -71,9 +74,9 @@ class RowKey(NamedTuple):
 
 
 class CommittedOffset(NamedTuple):
-    """A committed offset: the next to read. `ts`: seconds since the epoch. `seq`: of its record in the WAL; 0: none.
+    """A committed offset: the next to read. `ts`: in seconds since the epoch. `seq`: of its WAL record; 0: no record.
 
-    `leader_epoch`: in which a client of Kafka says that it has read up to there; None: it says none.
+    `leader_epoch`: of the last record read, as a Kafka client says; None: not said.
     `first_seq`: of its first record, if it was written again since; 0: it was not.
     """
 
@@ -88,18 +91,18 @@ class CommittedOffset(NamedTuple):
 
     @property
     def committed_seq(self) -> int:
-        """Return when it was committed."""
+        """Return the seq of the first record of this commit."""
         return self.first_seq or self.seq
 
 
-DONE = "done"  # in place of a letter
+DONE = "done"  # in place of a dead letter's place: handled without one
 
 
 class NackRow(NamedTuple):
-    """A message that a member gave back, or that its reader died of. Times in seconds since the epoch.
+    """A message that a member gave back, or whose reader died. Times in seconds since the epoch.
 
-    `due`: from when on it may be delivered again. `first`: when it was first given back; 0: not known. `letter`: it was
-    put aside, or DONE: handled. It is not delivered any more, and the row goes as soon as the group has committed beyond it.
+    `due`: when it may be delivered again. `first`: when it was first given back; 0: not known. `letter`: it was put
+    aside, or DONE: handled. Then it is not delivered any more, and the row goes once the group has committed past it.
     """
 
     deliveries: int
@@ -114,18 +117,18 @@ OffsetRow = CommittedOffset | NackRow
 
 
 def encode_key(place: RowKey) -> bytes:
-    """Return the key of a record. Raises UnicodeEncodeError for a name that is no text."""
-    parts = [_encode(place.group), _encode(place.topic), str(place.partition)]
+    """Return the key of a record. Raises UnicodeEncodeError for a name that is not valid Unicode."""
+    parts = [encode_name(place.group), encode_name(place.topic), str(place.partition)]
     return ".".join(parts if place.offset is None else [*parts, str(place.offset)]).encode()
 
 
 def decode_key(key: bytes) -> RowKey:
-    """Return what a key names. Raises ValueError if it is none, or not in the form that `encode_key` gives it."""
+    """Return the place that a key names. Raises ValueError for any key that `encode_key` does not make."""
     group, topic, *numbers = key.decode("ascii").split(".")
     if not 1 <= len(numbers) <= 2:
         raise ValueError(f"key {key[:100]!r} must be <group>.<topic>.<partition>[.<offset>]")
-    place = RowKey(_decode(group), _decode(topic), *map(int, numbers))
-    if encode_key(place) != key:  # two keys of one place would be two rows to compaction
+    place = RowKey(decode_name(group), decode_name(topic), *map(int, numbers))
+    if encode_key(place) != key:  # compaction would keep two keys of one place as two rows
         raise ValueError(f"key {key[:100]!r} is not encoded as KMQ does it")
     return place
 
@@ -138,13 +141,13 @@ def routing_key(place: RowKey) -> bytes:
 def encode_payload(row: OffsetRow) -> bytes:
     """Return the payload of a record."""
     if isinstance(row, NackRow):
-        text = f"deliveries={row.deliveries} due={row.due:.3f} reason={_encode(row.reason)}"
+        text = f"deliveries={row.deliveries} due={row.due:.3f} reason={encode_name(row.reason)}"
         text += f" first={row.first:.3f}" if row.first else ""
         text += f" letter={row.letter}" if row.letter else ""
     else:
         text = (
-            f"offset={row.offset} ts={row.ts:.3f} member={_encode(row.member)}"
-            f" generation={row.generation} metadata={_encode(row.metadata)}"
+            f"offset={row.offset} ts={row.ts:.3f} member={encode_name(row.member)}"
+            f" generation={row.generation} metadata={encode_name(row.metadata)}"
         )
         text += "" if row.leader_epoch is None else f" epoch={row.leader_epoch}"
         text += f" since={row.first_seq}" if row.first_seq else ""
@@ -152,17 +155,17 @@ def encode_payload(row: OffsetRow) -> bytes:
 
 
 def decode_payload(payload: bytes, seq: int = 0) -> OffsetRow:
-    """Return what a payload says. Raises ValueError if it is damaged or empty."""
+    """Return the row of a payload. Raises ValueError if it is damaged or empty."""
     match = _PAYLOAD.match(payload.decode("ascii"))
     if match is None:
         raise ValueError(f"payload {payload[:100]!r} is neither a commit nor a nack")
     offset, ts, member, generation, metadata, epoch, since, deliveries, due, reason, first, letter = match.groups()
     if deliveries is not None:
-        return NackRow(int(deliveries), float(due), _decode(reason), seq, float(first or 0), letter or "")
+        return NackRow(int(deliveries), float(due), decode_name(reason), seq, float(first or 0), letter or "")
     if int(offset) > MAX_OFFSET:
         raise ValueError(f"offset {offset} is over {MAX_OFFSET}")
     leader_epoch = int(epoch) if epoch and int(epoch) <= MAX_EPOCH else None
-    texts = _decode(member), int(generation), _decode(metadata)
+    texts = decode_name(member), int(generation), decode_name(metadata)
     return CommittedOffset(int(offset), float(ts), *texts, seq, leader_epoch, int(since or 0))
 
 
@@ -172,19 +175,32 @@ def scan(lines: bytes) -> Iterator[tuple[int, bytes, bytes]]:
         yield int(seq), key or nack_key, payload or nack
 
 
-def _encode(text: str) -> str:
+def encode_name(text: str) -> str:
+    """Return a name as a part of a key: without dots, and printable."""
     return text if _PLAIN.fullmatch(text) else quote(text, safe="").replace(".", "%2E")
 
 
-def _decode(text: str) -> str:
+def decode_name(text: str) -> str:
+    """Return the name that `encode_name` has encoded."""
     return unquote_to_bytes(text).decode() if "%" in text else text
+
+
+def partition_lag(bounds: tuple[int, int], committed: int | None, waiting: Iterable[int]) -> tuple[int, int]:
+    """Return how many messages of a partition a group has not done, and the offset of the first.
+
+    `bounds`: start and end of the partition. `waiting`: offsets given back, before the committed offset.
+    """
+    start, end = bounds
+    position = start if committed is None else max(start, committed)
+    again = [offset for offset in waiting if offset >= start]  # retention has deleted the others
+    return max(0, end - position) + len(again), min([position, *again])
 
 
 # --- table -----------------------------------------------------------------------------------------------------------
 
 MAX_GROUPS = 20_000
 MAX_BYTES = 64 * MIB
-ROW_BYTES = 450  # of memory that a row takes beside its texts
+ROW_BYTES = 450  # of memory that a row takes besides its texts
 MAX_NACKS = 1000
 
 Partition = tuple[str, int]  # topic, partition
@@ -208,7 +224,7 @@ class OffsetTable:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
-        self._furthest: dict[Partition, tuple[int, str]] = {}  # partitions that were asked for → offset, whose it is
+        self._furthest: dict[Partition, tuple[int, str]] = {}  # partitions asked for → offset, its group
         self._bytes = 0
 
     def clear(self) -> None:
@@ -236,17 +252,26 @@ class OffsetTable:
         return found.nacks.get(at, {}) if found else {}
 
     def has_nacks(self, group: str) -> bool:
-        """Return True if a group has messages to deliver again, or that were put aside."""
+        """Return True if a group has messages to deliver again, or messages that were put aside."""
         found = self._groups.get(group)
         return bool(found and found.nacks)
 
     def has_handled(self, group: str, at: Partition, offset: int) -> bool:
-        """Return True if a group has committed past a message, and does not keep it to be delivered again."""
+        """Return True if a group has committed past a message, and it is not to be delivered again."""
         found = self._groups.get(group)
         if found is None or at not in found.commits or found.commits[at].offset <= offset:
             return False
         row = found.nacks.get(at, {}).get(offset)
         return row is None or bool(row.letter)
+
+    def waiting(self, group: str) -> dict[Partition, list[int]]:
+        """Return the messages that a group has committed past and that are to be delivered again, in order."""
+        found, waiting = self._groups.get(group), {}
+        for at, rows in found.nacks.items() if found else ():
+            end = found.commits[at].offset if found and at in found.commits else 0
+            if offsets := sorted(offset for offset, row in rows.items() if offset < end and not row.letter):
+                waiting[at] = offsets
+        return waiting
 
     def is_handled(self, at: Partition, offset: int) -> bool:
         """Return True if any group has handled a message."""
@@ -257,15 +282,15 @@ class OffsetTable:
         )
 
     def furthest(self, at: Partition) -> int:
-        """Return the highest offset that any group has committed in a partition; 0: none has."""
+        """Return the highest offset that any group has committed in a partition; 0: no group has."""
         found = self._furthest.get(at)
-        if found is None:  # a look at every group: again only when the group that was furthest has gone back
+        if found is None:  # search all groups: first call, or after the furthest group went back
             rows = ((group.commits[at].offset, name) for name, group in self._groups.items() if at in group.commits)
             found = self._furthest[at] = max(rows, default=(0, ""))
         return found[0]
 
     def _moved(self, group: str, at: Partition, offset: int) -> None:
-        """Note that a group has committed this offset, or 0: none any more."""
+        """Note that a group has committed this offset; 0: its commit is gone."""
         found = self._furthest.get(at)
         if found is None:
             return
@@ -293,7 +318,7 @@ class OffsetTable:
         return group.commits.get(at) if place.offset is None else group.nacks.get(at, {}).get(place.offset)
 
     def put(self, place: RowKey, row: OffsetRow) -> None:
-        """Take in a row, unless a newer one is known."""
+        """Put a row into the table, unless a newer one is there."""
         before = self.row_at(place)
         if before is not None and before.seq > row.seq:
             return
@@ -323,7 +348,7 @@ class OffsetTable:
             del self._groups[place.group]
 
     def check_room(self, group: str, rows: Mapping[RowKey, OffsetRow]) -> None:
-        """Raise RequestRefused (offsets_full) if these rows must not be written."""
+        """Raise RequestRefused (offsets_full) if there is no room for these rows."""
         if group not in self._groups and len(self._groups) >= MAX_GROUPS:
             raise RequestRefused("offsets_full", f"{MAX_GROUPS:,} groups have committed offsets; delete some")
         new = {place: row for place, row in rows.items() if self.row_at(place) is None}
@@ -347,22 +372,34 @@ _READ_BYTES = 4 * MIB
 _REMOVED = re.compile(rb"(?m)^\n+")
 
 
-def read_log(data: str, logger: Logger) -> tuple[list[tuple[RowKey, OffsetRow]], int]:
-    """Return the rows in force, and how many records there are, with those that were skipped. Call it in a thread.
+Members = dict[str, tuple[int, bytes]]  # group → seq and payload of the record of its members
+MembersScan = Callable[[bytes], Iterator[tuple[int, str, bytes]]]
 
-    In force is the last row of each key, unless a tombstone deleted it. Raises DamageError.
+
+def read_log(
+    data: str, logger: Logger, scan_members: MembersScan
+) -> tuple[list[tuple[RowKey, OffsetRow]], int, Members]:
+    """Return the current rows, the number of records (with skipped ones), and the records of members.
+
+    Call it in a thread. `scan_members`: of group_records.py. Raises DamageError.
+    The current row of a key is its last one, unless a tombstone deleted it.
     """
     latest: dict[bytes, tuple[int, bytes]] = {}
+    members: Members = {}
     records = skipped = 0
     example = ""
     for lines in _blocks(data):
-        count = lines.count(b"\n")
+        count = known = lines.count(b"\n")
         found = [(key, (seq, payload)) for seq, key, payload in scan(lines)]
         latest.update(found)
         records += count
         if len(found) != count:
-            skipped += count - len(found)
-            example = example or _first_foreign(lines)
+            of_members = [(group, (seq, payload)) for seq, group, payload in scan_members(lines)]
+            members.update(of_members)
+            known = len(found) + len(of_members)
+        if known != count:
+            skipped += count - known
+            example = example or _first_foreign(lines, scan_members)
     rows: list[tuple[RowKey, OffsetRow]] = []
     for key, (seq, payload) in latest.items():
         if not payload:
@@ -378,7 +415,7 @@ def read_log(data: str, logger: Logger) -> tuple[list[tuple[RowKey, OffsetRow]],
     if skipped:
         effect = "skipped: they are no commits of this release"
         logger.warn("offset_records_skipped", count=skipped, first=example[:200], effect=effect)
-    return rows, records
+    return rows, records, {group: row for group, row in members.items() if row[1]}
 
 
 def _blocks(data: str) -> Iterator[bytes]:
@@ -389,6 +426,7 @@ def _blocks(data: str) -> Iterator[bytes]:
         yield _REMOVED.sub(b"", lines)
 
 
-def _first_foreign(lines: bytes) -> str:
-    """Return the first line that is no record of this topic as `scan` knows them."""
-    return next((line.decode(errors="replace") for line in lines.split(b"\n") if line and not list(scan(line))), "")
+def _first_foreign(lines: bytes, scan_members: MembersScan) -> str:
+    """Return the first line that is not a valid record of this topic."""
+    foreign = (line for line in lines.split(b"\n") if line and not [*scan(line), *scan_members(line)])
+    return next(foreign, b"").decode(errors="replace")

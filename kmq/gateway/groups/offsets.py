@@ -1,31 +1,34 @@
 """Committed offsets of all groups: in memory as a table, on disk as records of topic `__consumer_offsets`.
 
-Owner       the gateway: one store, its connection to ingress, and one task, from its start to its end. Nobody else may
-            write this topic (kmq/ingress/hello.py, reserved=1).
-Invariant   A commit that has returned is on disk, and `committed` shows it. `committed` never shows what is not on disk.
-            Of two commits to one place the one with the higher seq counts, in memory as in the log. That a *client*
-            repeats an old commit after a newer one is for the coordinator to refuse, which knows generations.
+    await store.commit("etl", {("orders", 0): OffsetCommit(8)}, member, generation)
+    store.committed("etl")     → {("orders", 0): CommittedOffset(8, …)}
+
+Owner       the gateway: one store, its connection to ingress, and one task, from its start to its end. No other client
+            may write this topic (kmq/ingress/hello.py, reserved=1).
+Invariant   A commit that has returned is on disk, and `committed` shows it. `committed` never shows what is not on
+            disk. Of two commits for one partition the one with the higher seq counts, in memory as in the log. If a
+            *client* repeats an old commit after a newer one, the coordinator refuses it, because it knows generations.
             Offsets of a deleted topic, stored before its deletion, are never shown again (kmq/log/deletions.py).
-            While offsets that a transaction has committed are still to be stored (kafka/transactions.py), their group
-            has no members, no client reads its offsets, and none commits.
-            No group is forgotten before the gateway has run for GRACE_S: members come back within their session
-            timeout, and until then nobody knows them.
+            While offsets that a transaction has committed are not stored yet (kafka/transactions.py), their group has
+            no members, and no client reads its offsets or commits.
+            No group is forgotten before the gateway has run for GRACE_S: members return within their session timeout,
+            and until then the gateway does not know them.
 Order       Commits get their seqs in the order of the calls, whatever breaks. The producer's name is the same for every
-            gateway of a broker: a new connection fences the older one, and its ids go on after the last one that is
-            stored. So what an older connection, or a gateway that was killed, has left in a socket is refused or known
-            as stored (`!dup`). It never lands behind a newer commit. All rows of a commit are one delivery. Commits of
-            one turn of the event loop leave with one write, and the broker syncs them together.
+            gateway of a broker: a new connection fences the older one, and its ids continue after the last one stored.
+            Lines that an older connection, or a killed gateway, has left in a socket are therefore refused, or
+            recognised as stored (`!dup`). They never land after a newer commit. All rows of a commit are one delivery.
+            Commits of one turn of the event loop leave with one write, and the broker syncs them together.
 Crash       The table is in memory only. `load` waits until the router has routed everything that is in the WAL, so all
             acked commits are in the log that it reads. Killed in the middle of a commit: each row is stored or not.
 Size        Compaction (kmq/gateway/core/compactor.py) removes commits that later ones replace, and leaves their
-            newlines. When the log is over _LARGE_BYTES, rows whose records lie in front of its last _RECENT_BYTES are
-            written again. The router then deletes the front by size (LIMITS), which nobody needs any more. Only commits
-            make the log grow, and only a gateway writes them: so the router never deletes what no gateway could write
-            again.
-Memory      The table's (offset_table.py). At most _IN_FLIGHT rows and _IN_FLIGHT_BYTES on their way, and _WAITING
-            commits before them; then `busy`.
-Not covered With RB_OVERFLOW_POLICY=drop_oldest in force on the ring `durable`, a commit that was dropped there is in the
-            WAL alone, and forgotten by the next start. On the ring `framed` it means that no commit is accepted.
+            newlines. When the log is over _LARGE_BYTES, rows whose records lie before its last _RECENT_BYTES are
+            written again. Then the front of the log is not needed any more, and the router deletes it by size (LIMITS).
+            Only commits make the log grow, and only a gateway writes them. So the router never deletes rows when no
+            gateway could write them again.
+Memory      The table's (offset_table.py). At most _IN_FLIGHT rows and _IN_FLIGHT_BYTES are being written, and _WAITING
+            commits wait; then `busy`.
+Not covered With RB_OVERFLOW_POLICY=drop_oldest in force on the ring `durable`, a commit that was dropped there is in
+            the WAL alone, and forgotten by the next start. On the ring `framed` it means that no commit is accepted.
 """
 
 import asyncio
@@ -35,13 +38,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kmq.access import local_token
 from kmq.broker import stats
 from kmq.broker.clock import AgeClock
-from kmq.client.connection import ServerAddress
 from kmq.client.delivery import Delivery, Options
 from kmq.client.failures import NotAnswered, Refused
-from kmq.client.lines import read_port
 from kmq.client.producer_aio import ProducerLink
 from kmq.client.producer_core import ProducerCore
 from kmq.config.settings import Settings
@@ -49,7 +49,9 @@ from kmq.config.values import FOREVER, MIB
 from kmq.errors import KmqError
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.ingress import reserved_address
 from kmq.gateway.core.topics import declare_own
+from kmq.gateway.groups import group_records
 from kmq.gateway.groups.offset_table import (
     MAX_OFFSET,
     TOPIC,
@@ -80,7 +82,7 @@ _WAITING = 1000  # commits that wait for room
 _REPLACE_S = 1.0  # shortest time before a connection that ingress refused for good is replaced
 
 Line = tuple[bytes, bytes]  # routing key, payload
-Stored = Callable[[Sequence[int]], None]  # is called with the seqs of lines, once they are durable; 0: was refused
+Stored = Callable[[Sequence[int]], None]  # called with the seqs of durable lines; 0: the line was refused
 
 
 class OffsetWriter:
@@ -97,25 +99,20 @@ class OffsetWriter:
         options = Options(
             producer=PRODUCER,
             reserved=True,
-            retry=frozenset(),  # a refusal is told at once: the door knows how long its client wants to wait
+            retry=frozenset(),  # report a refusal at once: the door knows how long its client waits
             delivery_timeout_s=_PATIENCE_S,
             max_in_flight=_IN_FLIGHT,
             max_in_flight_bytes=_IN_FLIGHT_BYTES,
             on_stall=self._stalled,
         )
         self._core = ProducerCore(options)
-        self._link = ProducerLink(self._core, self._address)
+        self._link = ProducerLink(self._core, partial(reserved_address, self._settings))
         self._opened = time.monotonic()
 
-    def _address(self) -> ServerAddress:
-        """Return where ingress listens now, and the token by which it knows a program of its pod."""
-        settings = self._settings
-        return ServerAddress(settings.host, read_port(settings, "ingress", settings.port), local_token.read(settings))
-
     async def write(self, lines: Sequence[Line], stored: Stored) -> None:
-        """Return once all lines are durable. Raises RequestRefused; then some of them may be durable all the same.
+        """Return once all lines are durable. Raises RequestRefused; even then some of them may be durable.
 
-        A caller that is cancelled changes nothing: lines that were queued are written, and `stored` hears of them.
+        If the caller is cancelled, queued lines are written all the same, and `stored` is called for them.
         """
         if self._waiting or self._core.failed is not None or self._core.window.is_full:
             outcome = await self._queue_in_turn(lines, stored)
@@ -124,7 +121,7 @@ class OffsetWriter:
         await outcome
 
     async def _queue_in_turn(self, lines: Sequence[Line], stored: Stored) -> "asyncio.Future[None]":
-        """Queue lines behind those of the calls before, as soon as there is room. Raises RequestRefused."""
+        """Queue lines after those of earlier calls, as soon as there is room. Raises RequestRefused."""
         if self._waiting >= _WAITING:
             raise RequestRefused("busy", f"{_WAITING} commits wait already")
         self._waiting += 1
@@ -172,7 +169,7 @@ class OffsetWriter:
         return outcome
 
     async def close(self) -> None:
-        """End; commits without a reply fail, though they may be stored."""
+        """End; commits without a reply fail, although they may be stored."""
         await self._link.end()
 
 
@@ -187,22 +184,23 @@ def _refusal_of(err: KmqError) -> RequestRefused:
 MAX_NAME = 200  # bytes of a group's or a member's name
 MAX_METADATA = 1024  # bytes
 # Small segments, because only sealed ones are compacted. Removed records leave newlines, so the front of the log is
-# deleted by size; what is still needed of it has been written again before (offsets.py).
+# deleted by size. Rows there that still count have been written again before (see Size above).
 LIMITS = {"cleanup": "compact", "segment_bytes": "1 MiB", "retention_bytes": "256 MiB"}
 _LOAD_S = 30.0  # longest wait for the router
 _TOMBSTONES = 1000  # written at once
+_NOWHERE: Mapping[Partition, int] = {}
 _AT_ONCE = 200  # groups whose rows are written again at once
 
 
 class OffsetCommit(NamedTuple):
-    """What a member commits for one partition: the next offset to read, a text of its own, a leader's epoch (None: none)."""
+    """A commit for one partition: the next offset to read, the member's own text, the leader epoch, if it has one."""
 
     offset: int
     metadata: str = ""
     leader_epoch: int | None = None
 
     def by(self, member: str, generation: int, ts: float) -> CommittedOffset:
-        """Return what is stored of it."""
+        """Return the row to store."""
         return CommittedOffset(self.offset, ts, member, generation, self.metadata, leader_epoch=self.leader_epoch)
 
 
@@ -211,9 +209,10 @@ class OffsetStore:
 
     def __init__(self, settings: Settings, watermark: Watermark, log: Logger) -> None:
         self.is_loaded = False
-        self.incomplete: Collection[str] = ()  # groups with offsets that a transaction has committed, not stored yet
-        self.records = 0  # in the log: read by `load`, and written since
-        self.epoch_s = time.time() - time.monotonic()  # the keeper says better
+        self.incomplete: Collection[str] = ()  # groups whose transaction has committed offsets not stored yet
+        self.records = 0  # number in the log: read by `load`, and written since
+        self.members: dict[str, tuple[int, bytes]] = {}  # group → seq and payload of its record (group_records.py)
+        self.epoch_s = time.time() - time.monotonic()  # OffsetKeeper sets a better value
         self.watermark = watermark
         self._data, self._log = settings.data, log
         self._table = OffsetTable()
@@ -225,7 +224,7 @@ class OffsetStore:
     async def load(self) -> None:
         """Read the log. Raises RequestRefused (not_routed) if the router does not catch up with the WAL in time.
 
-        Raises DamageError if the log cannot be read: then the store stays as it is, and nobody hears of no groups.
+        Raises DamageError if the log cannot be read. Then the store stays as it is: no group seems to have no offsets.
         """
         stored, _ = await asyncio.to_thread(wal.last_stored, self._data)
         try:
@@ -237,46 +236,46 @@ class OffsetStore:
             ) from None
         started = time.monotonic()
         self._deleted.look()
-        rows, self.records = await asyncio.to_thread(read_log, self._data, self._log)
+        rows, self.records, self.members = await asyncio.to_thread(read_log, self._data, self._log, group_records.scan)
         self._table.clear()
         for place, row in rows:
             if not self._deleted.covers(place.topic, row.seq):
                 self._table.put(place, row)
                 if isinstance(row, NackRow):
-                    # While recv_ts is held (kmq/broker/clock.py) each gateway begins at the same time. What the last
-                    # one was given back would wait for as long as that one lived.
+                    # While recv_ts is held (kmq/broker/clock.py) the clock of each gateway begins at the same time.
+                    # Without this, rows of the last gateway would wait for as long as that gateway had lived.
                     self.epoch_s = max(self.epoch_s, row.first - time.monotonic())
         self.is_loaded = True
         took = round(time.monotonic() - started, 3)
         self._log.info("offsets_loaded", groups=len(self._table.groups), records=self.records, seconds=took)
 
     async def close(self) -> None:
-        """End; commits without a reply fail, though they may be stored."""
+        """End; commits without a reply fail, although they may be stored."""
         await self._writer.close()
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
     @property
     def table(self) -> OffsetTable:
-        """Return all rows. Do not change them. This and all other calls raise RequestRefused before `load` has ended."""
+        """Return all rows; do not change them. Like all other calls, raises RequestRefused before `load` has ended."""
         if not self.is_loaded:
             raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
         return self._table
 
     def committed(self, group: str) -> Mapping[Partition, CommittedOffset]:
-        """Return (topic, partition) → what the group has committed; {} for an unknown group. Do not change it."""
+        """Return (topic, partition) → the group's commit; {} for an unknown group. Do not change it."""
         return self.table.commits_of(group)
 
     def nacks(self, group: str, topic: str, partition: int) -> Mapping[int, NackRow]:
-        """Return offset → what is to be delivered again to the group in a partition. Do not change it."""
+        """Return offset → row of each message given back by the group in a partition. Do not change it."""
         return self.table.nacks_of(group, (topic, partition))
 
     def now_s(self) -> float:
-        """Return seconds since the epoch, by a clock that goes evenly while this gateway lives: rows are due by it."""
+        """Return seconds since the epoch, by a clock that runs evenly while this gateway lives. Rows are due by it."""
         return time.monotonic() + self.epoch_s
 
     def check_complete(self, group: str) -> None:
-        """Raise RequestRefused while offsets that the group has committed in a transaction are still to be stored."""
+        """Raise RequestRefused while offsets that a transaction of the group has committed are not stored yet."""
         if group in self.incomplete:
             text = f"group {group}: offsets that a transaction has committed are not stored yet"
             raise RequestRefused("not_ready", text)
@@ -290,7 +289,7 @@ class OffsetStore:
         return self.table.groups
 
     def generations(self) -> dict[str, int]:
-        """Return group → the highest generation of what it has committed."""
+        """Return group → the highest generation in its commits."""
         rows = {group: self.committed(group).values() for group in self.groups()}
         return {group: max((0, *(row.generation for row in each))) for group, each in rows.items()}
 
@@ -309,12 +308,14 @@ class OffsetStore:
         generation: int = 0,
         *,
         decided: bool = False,
+        anew: Mapping[Partition, int] = _NOWHERE,
     ) -> None:
         """Commit for some partitions. Returns once all rows are durable, and visible in `committed`.
 
-        Whether this member may commit there is for the caller to know. Raises RequestRefused: then nothing is promised
-        of any row, and to repeat the commit is safe. A caller that is cancelled does not undo it. `decided`: by a
-        transaction, so there is no way back if there is no room.
+        The caller checks that this member may commit. Raises RequestRefused: then any row may be stored or not, and
+        repeating the commit is safe. Cancelling the caller does not undo the commit. `decided`: a transaction has
+        decided it, so it is written even without room. `anew`: partition → offset from which the group forgets what it
+        gave back, in the same write after the commit. If a kill cuts that write, those rows stay, and nothing is lost.
         """
         if not decided:
             self.check_complete(group)
@@ -323,39 +324,62 @@ class OffsetStore:
         new: dict[RowKey, OffsetRow] = {}
         for (topic, partition), asked in rows.items():
             new[RowKey(group, topic, partition)] = asked.by(member, generation, now)
-        await self._write(group, new, decided)
+        old = [
+            RowKey(group, *place, offset)
+            for place, least in anew.items()
+            for offset in self.nacks(group, *place)
+            if offset >= least
+        ]
+        await self._write(group, new, decided, old)
 
     def check(self, group: str, member: str, rows: Mapping[Partition, OffsetCommit]) -> None:
-        """Raise RequestRefused for what `commit` will not store."""
+        """Raise RequestRefused for rows that `commit` does not store."""
         _check_name("group", group)
         _check_name("member", member, least=0)
         for (_, partition), asked in rows.items():
             _check_row(partition, asked.offset, asked.metadata)
 
+    async def keep_members(self, group: str, payload: bytes) -> None:
+        """Write the record of a group's members, or a tombstone when the last one has left. Raises RequestRefused."""
+        if not payload and group not in self.members:
+            return
+        self.members[group] = 0, payload  # a row that is written again, or removed, is always the newest
+
+        def stored(seqs: Sequence[int]) -> None:
+            self.records += bool(seqs[0])
+            if self.members.get(group, (0, b""))[1] == payload:
+                if payload:
+                    self.members[group] = seqs[0], payload
+                else:
+                    del self.members[group]
+
+        await self._declare()
+        await self._writer.write([(group_records.routing_key(group), payload)], stored)
+
     async def nack(self, group: str, topic: str, partition: int, given: Mapping[int, NackRow]) -> None:
-        """Remember messages that a member gave back, offset → row, or change that. Durable when this returns."""
+        """Store rows of given-back messages (offset → row), new or changed. Durable when this returns."""
         _check_name("group", group)
         for offset, row in given.items():
             _check_row(partition, offset, row.reason)
         await self._write(group, {RowKey(group, topic, partition, offset): row for offset, row in given.items()})
 
     async def nack_done(self, group: str, topic: str, partition: int, *offsets: int) -> None:
-        """Forget messages that were given back: they were committed, or went to the dead letters, or are gone."""
+        """Forget given-back messages that were committed, became dead letters, or are gone."""
         known = self.nacks(group, topic, partition)
         await self._bury(group, [RowKey(group, topic, partition, offset) for offset in offsets if offset in known])
 
     async def delete(self, group: str, partitions: Collection[Partition] | None = None) -> None:
-        """Forget a group, or what it has in some partitions. Durable when this returns.
+        """Forget a group, or its rows of some partitions. Durable when this returns.
 
-        That nobody reads there is for the caller to know.
+        The caller checks that no member reads there.
         """
         rows = [place for place, _ in self.table.rows_of(group)]
         await self._bury(group, [row for row in rows if partitions is None or (row.topic, row.partition) in partitions])
 
     async def forget_deleted_topics(self) -> int:
-        """Forget offsets of topics that were deleted; return how many rows. Call it now and then.
+        """Forget offsets of deleted topics; return how many rows. Call it regularly.
 
-        `committed` shows them no more at once; tombstones let compaction remove their records.
+        `committed` does not show them from now on. Tombstones let compaction remove their records.
         """
         table = self.table
         self._deleted.look()
@@ -365,7 +389,7 @@ class OffsetStore:
                 await asyncio.sleep(0)  # others have their turn
             rows = table.rows_of(group)
             gone = [place for place, row in rows if self._deleted.covers(place.topic, row.seq)]
-            if gone and self._writing[group]:  # a tombstone might bury a commit that is on its way
+            if gone and self._writing[group]:  # a tombstone might delete a commit that is being written
                 left += len(gone)
             elif gone:
                 count += len(gone)
@@ -398,9 +422,9 @@ class OffsetStore:
         return count
 
     async def write_again(self, before_seq: int) -> int:
-        """Write the rows whose records lie before `before_seq` again, unchanged; return how many were left out.
+        """Write rows whose records lie before `before_seq` again, unchanged; return how many were left out.
 
-        A group with a commit on its way is left out: its old offset must not come behind the new one.
+        A group with a commit being written is left out: its old offset must not land after the new one.
         """
         table = self.table
 
@@ -408,28 +432,33 @@ class OffsetStore:
             old = [(place, _as_before(row)) for place, row in table.rows_of(group) if row.seq < before_seq]
             if self._writing[group]:
                 return len(old)
-            if old:  # no commit can come between the look at the rows and their place in the order
+            if old:  # without an await, so no commit can come between reading the rows and queueing them
                 await self._send(group, old)
             return 0
 
+        for group, (seq, payload) in [*self.members.items()]:
+            if seq < before_seq:
+                await self.keep_members(group, payload)
         groups, left = table.groups, 0
         for at in range(0, len(groups), _AT_ONCE):
             left += sum(await asyncio.gather(*map(again, groups[at : at + _AT_ONCE])))
         return left
 
-    async def _write(self, group: str, rows: Mapping[RowKey, OffsetRow], decided: bool = False) -> None:
+    async def _write(
+        self, group: str, rows: Mapping[RowKey, OffsetRow], decided: bool = False, gone: Sequence[RowKey] = ()
+    ) -> None:
         if rows:
             if not decided:
                 self.table.check_room(group, rows)
             await self._declare()
-            await self._send(group, [*rows.items()])
+            await self._send(group, [*rows.items(), *((place, None) for place in gone)])
 
     async def _bury(self, group: str, places: Sequence[RowKey]) -> None:
         for at in range(0, len(places), _TOMBSTONES):
             await self._send(group, [(place, None) for place in places[at : at + _TOMBSTONES]])
 
     async def _send(self, group: str, rows: Sequence[tuple[RowKey, OffsetRow | None]]) -> None:
-        """Write rows of a group. None: a tombstone."""
+        """Write rows of a group. A row of None is a tombstone."""
         lines = [(routing_key(place), encode_payload(row) if row else b"") for place, row in rows]
         self._writing[group] += 1
         try:
@@ -440,7 +469,7 @@ class OffsetStore:
                 del self._writing[group]
 
     def _apply(self, rows: Sequence[tuple[RowKey, OffsetRow | None]], seqs: Sequence[int]) -> None:
-        """Take over rows that are durable. `seqs`: 0 for a row that was refused."""
+        """Put rows that are durable into the table. `seqs`: 0 for a row that was refused."""
         for (place, row), seq in zip(rows, seqs, strict=True):
             if not seq:
                 continue
@@ -453,16 +482,16 @@ class OffsetStore:
     # --- rules -------------------------------------------------------------------------------------------------------
 
     async def _declare(self) -> None:
-        """Declare the topic before its first record, or that record would make it without compaction."""
+        """Declare the topic before its first record. Otherwise that record would create it without compaction."""
         if self._is_declared:
             return
-        async with self._declaring:  # so that the first commits keep their order
+        async with self._declaring:  # keeps the order of the first commits
             await declare_own(self._data, TOPIC, 1, LIMITS)
             self._is_declared = True
 
 
 def _as_before(row: OffsetRow) -> OffsetRow:
-    """Return a row to be written again: a commit goes on to say when it was first written."""
+    """Return the row to write again. A commit keeps the seq of its first record."""
     return row if isinstance(row, NackRow) else row._replace(first_seq=row.committed_seq)
 
 
@@ -497,7 +526,7 @@ _LARGE_BYTES, _RECENT_BYTES = 192 * MIB, 96 * MIB  # the router deletes from 256
 
 
 class OffsetKeeper:
-    """The task that loads the store, and forgets what is over."""
+    """The task that loads the store, and forgets idle groups and deleted topics."""
 
     def __init__(
         self,
@@ -518,7 +547,7 @@ class OffsetKeeper:
         self._size_at = 0.0
 
     async def run(self) -> None:
-        """Work until cancelled. A failure is logged, once for each reason, and tried again."""
+        """Work until cancelled. A failure is retried, and logged once for each reason."""
         while True:
             try:
                 if self._store.is_loaded:
@@ -551,12 +580,12 @@ class OffsetKeeper:
             await self._store.forget_idle(self._settings.group_retention, now, self.is_alive, self._forgotten)
 
     async def _now(self) -> float:
-        """Return seconds since the epoch by a clock that does not jump. It must be asked every few seconds."""
+        """Return seconds since the epoch by a clock that does not jump. Call it every few seconds."""
         if self._clock is None:
             _, last_us = await asyncio.to_thread(wal.last_stored, self._settings.data)
             self._clock = AgeClock(self._row, last_us, self._log)
             self._last_s = last_us / 1_000_000
-        return max(self._clock.now_s(), self._last_s)  # a machine may start with a date that lies in the past
+        return max(self._clock.now_s(), self._last_s)  # a machine may start with a date in the past
 
     async def _bound_size(self) -> None:
         if time.monotonic() < self._size_at:
@@ -568,7 +597,7 @@ class OffsetKeeper:
             )
 
     async def _write_again(self, segments: list[segment.Segment]) -> None:
-        """Write the rows in the front of a large log again."""
+        """Write the rows at the front of a large log again."""
         size = sum(part.size for part in segments)
         if size <= _LARGE_BYTES:
             return

@@ -1,16 +1,16 @@
-"""Members of groups that ask and go away, as over HTTP: what each may read, and how far it has been given messages.
+"""Group members that poll, as over HTTP: their cursors, and which answers have reached them.
 
-    member = await pollers.member(group, name, topics…)          joins if it is no member (any more)
+    member = await pollers.member(group, name, topics…)          joins if it is not a member (any more)
     async with member.lock: …                                    its cursors, in the order of their turns
 
-Positions   A call goes on where the one before ended. A partition that is new to the member begins at the committed
-            offset. What a member was given and did not commit comes again when its session has ended, or when it
-            joins again: then its program was killed, and another one has its name.
-Lost        An answer that has not arrived is given again by the next call. While nobody knows whether it has, calls go
-            on behind it; what it has comes again as soon as a commit goes beyond it (deliveries.Answers). autoCommit
-            commits what has arrived.
-Revoke      A member that comes back has done with what it was given before, so it gives up then what it was asked to.
-            Until then it may commit. A call that waits without a message gives up at once.
+Positions   A call continues where the last one ended. A partition that is new to the member begins at the committed
+            offset. Messages that a member was given and did not commit are delivered again when its session has ended,
+            or when it joins again: then its program was killed, and another program has its name.
+Lost        An answer that has not arrived is given again by the next call. While its arrival is unknown, later calls
+            continue after it. When a commit passes its messages, they will be delivered again (deliveries.Answers).
+            autoCommit commits only messages that have arrived.
+Revoke      A member that calls again is done with earlier messages, so it then gives up what was revoked. Until then it
+            may commit. A call that waits without a message gives up at once.
 Invariant   A member's cursors are of partitions that it was assigned and has not been asked to give up.
 Memory      One object for each member that the coordinator knows and that joined here; it goes with the member.
 """
@@ -31,31 +31,32 @@ from kmq.gateway.groups.reader import Reader
 from kmq.gateway.groups.redelivery import Redelivery
 from kmq.wire.requests import TopicPartition
 
-_JOIN_S = 3.0  # how long a call waits for its first assignment, beyond its own wait
+_JOIN_S = 3.0  # how long a call waits for its first assignment, on top of its own wait
 _LOST = ("unknown_member", "fenced")
 
 
 class Move(NamedTuple):
-    """What one call has read of a partition: its cursor went from `start` to `end`."""
+    """What one call read of a partition: its cursor moved from `start` to `end`. `overtaken`: as in its answer."""
 
     place: TopicPartition
     cursor: Cursor
     start: int
     end: int
+    overtaken: range
 
 
 class Poller:
-    """A member. `generation` and `assigned` are what it was told last."""
+    """A member that polls. `generation` and `assigned` are what it was told last."""
 
     def __init__(self, groups: Groups, reader: Reader) -> None:
         self._groups, self.reader, self.group = groups, reader, reader.group
         self.topics: set[str] = set()
         self.generation = 0
         self.assigned: list[TopicPartition] = []
-        self.delivered: dict[TopicPartition, int] = {}  # has arrived, with autoCommit: the next call commits it
+        self.delivered: dict[TopicPartition, int] = {}  # arrived with autoCommit: the next call commits it
         self.ended = ""  # the code with which the coordinator ended it
         self.lock = asyncio.Lock()
-        self.watchers: set[asyncio.Event] = set()  # of calls that wait: set when the coordinator says something
+        self.watchers: set[asyncio.Event] = set()  # of waiting calls: set by each event of the coordinator
         self._has_assignment = asyncio.Event()
         self._revoking = False
 
@@ -64,7 +65,7 @@ class Poller:
         return self.reader.member
 
     def hear(self, event: Event) -> None:
-        """Take over what the coordinator says."""
+        """Handle an event of the coordinator."""
         if isinstance(event, Ended):
             self.ended = event.code
             self._has_assignment.set()
@@ -80,8 +81,8 @@ class Poller:
             watcher.set()
 
     def begin_anew(self) -> None:
-        """Begin at the committed offsets again: the member's program has started, and what its predecessor had is lost."""
-        self._groups.deliveries.died(self.group, self.id)
+        """Begin at the committed offsets again: the member's program is new, and lacks its predecessor's messages."""
+        self._groups.deliveries.died(self.group, self.id, self._groups.committed(self.group))
         self.reader.cursors.clear()
         self.delivered.clear()
 
@@ -94,12 +95,12 @@ class Poller:
             pass
 
     async def come_back(self) -> None:
-        """Commit what the member's last calls asked to, and give up what it was asked to: it has done with both."""
+        """Commit what the member's last calls asked to commit, and give up what was revoked: it is done with both."""
         await self.commit_delivered()
         self.answer()
 
     def beat(self, generation: int) -> None:
-        """Note a sign of life of a client that knows `generation`; the newest one means that it gave up what it had to.
+        """Note a sign of life from a client in `generation`. If that is the newest, it has given up what was revoked.
 
         Raises RequestRefused (unknown_member, fenced).
         """
@@ -109,7 +110,7 @@ class Poller:
             self._groups.beat(self.group, self.id, generation=generation)
 
     def answer(self) -> None:
-        """Tell the coordinator that the member knows its assignment, and reads nothing that it was asked to give up."""
+        """Tell the coordinator that the member knows its assignment, and has stopped reading what was revoked."""
         self.reader.revoke([place for place in self.reader.cursors if place not in self.assigned])
         if self._revoking:
             self._revoking = False
@@ -118,11 +119,11 @@ class Poller:
             self._groups.sync(self.group, self.id)
 
     async def commit_delivered(self) -> None:
-        """Commit what was delivered with autoCommit; what is another member's now stays as that one has it."""
+        """Commit what was delivered with autoCommit, except in partitions that belong to another member now."""
         rows, self.delivered = self.delivered, {}
         committed = self._groups.committed(self.group)
         for place, offset in rows.items():
-            least = committed[place].offset if place in committed else 0  # answers may arrive in another order
+            least = committed[place].offset if place in committed else 0  # answers may arrive in any order
             try:
                 await self._groups.commit(self.group, self.id, {place: OffsetCommit(max(offset, least))})
             except RequestRefused as err:
@@ -130,13 +131,15 @@ class Poller:
                     raise
 
     def sent(self, moves: list[Move], answer: Answer, auto_commit: bool = False) -> Callable[[bool], None]:
-        """Note that an answer is sent, and return what to call when it is known whether it has arrived."""
+        """Note that an answer is sent. Return a function to call when it is known whether it has arrived."""
         answers = self._groups.deliveries.answers
         answers.send(self.group, self.id, answer)
+        for move in moves:
+            move.cursor.overtaken = range(0)
 
         def known(has_arrived: bool) -> None:
             if not answers.has(self.group, self.id, answer):
-                return  # the member has begun anew
+                return  # the member began anew
             if not has_arrived:
                 return self._take_back(moves, answer)
             answers.end(self.group, self.id, answer)
@@ -148,15 +151,15 @@ class Poller:
         return known
 
     async def _forget(self, answer: Answer) -> None:
-        """Be done with what a commit went beyond before its answer had arrived, unless it came again since."""
-        with suppress(RequestRefused):  # else it comes again
+        """Forget rows made when a commit passed an answer that has now arrived, unless delivered meanwhile."""
+        with suppress(RequestRefused):  # otherwise they are delivered again
             for place, offsets in answer.rows.items():
                 nacks = self._groups.store.nacks(self.group, *place)
                 unsent = [offset for offset in offsets if offset in nacks and not nacks[offset].deliveries]
                 await self._groups.forget(self.group, place, unsent)
 
     def keep_near(self, cursors: Mapping[TopicPartition, Cursor]) -> None:
-        """Let cursors go back where so much is on the way that not all of it could be kept to come again."""
+        """Move cursors back where more messages are on the way than there is room for rows."""
         committed, store = self._groups.committed(self.group), self._groups.store
         for place, cursor in cursors.items():
             room = MAX_NACKS - len(store.nacks(self.group, *place))
@@ -166,15 +169,16 @@ class Poller:
                 cursor.move(min(first, cursor.offset))
 
     def _take_back(self, moves: Iterable[Move], answer: Answer) -> None:
-        """Note that the client has not got an answer: the next call is given it, unless calls have gone on behind it."""
+        """Note that an answer is lost. The next call gets its messages, unless later calls have continued after it."""
         answer.is_lost = True
         committed = self._groups.committed(self.group)
-        for place, cursor, start, end in moves:
+        for place, cursor, start, end, overtaken in moves:
             if cursor.offset == end:
-                # What a commit went beyond has come again as given back, or will.
+                cursor.overtaken = overtaken
+                # Messages before the committed offset have rows already, or will get them.
                 done = committed[place].offset if place in committed else 0
                 cursor.offset, cursor.seen = min(max(start, done), end), None
-                if not answer.is_passed:  # else a later answer has shown where this one ended, and may be committed
+                if not answer.is_passed:  # otherwise a later answer has shown its end, which may be committed
                     answer.new.pop(place, None)
         for at, offset in answer.again:
             self._groups.deliveries.give_back(self.group, at, offset)
@@ -184,7 +188,7 @@ class Poller:
         self._groups.wake(self.group)
 
     def close(self, topic: str) -> None:
-        """Forget the cursors of a topic that was deleted: the topic that has its name now is another one."""
+        """Forget the cursors of a deleted topic: a topic that has the name now is another one."""
         self.reader.revoke([place for place in self.reader.cursors if place.topic == topic])
         self.delivered = {place: offset for place, offset in self.delivered.items() if place.topic != topic}
 
@@ -204,7 +208,7 @@ class Poller:
 
 
 class Pollers:
-    """The members that joined here."""
+    """The members that joined by polling."""
 
     def __init__(self, groups: Groups, fetching: Fetching, redelivery: Redelivery) -> None:
         self._groups, self._fetching, self._redelivery = groups, fetching, redelivery
@@ -226,9 +230,9 @@ class Pollers:
         topics: Iterable[str],
         options: Callable[[MemberOptions], MemberOptions],
     ) -> Poller:
-        """Return the member of this name, joined to these topics, besides its others if `options` keep those.
+        """Return the member of this name, joined to these topics, and to its earlier ones if `options` keep them.
 
-        `name` None: a new member. `options` are given what a call of consume asks for.
+        `name` None: a new member. `options` changes the options that a consume call asks for.
         """
         wanted = set(topics)
         async with self._joining:
@@ -261,7 +265,7 @@ class Pollers:
                     self._groups.beat(group, id)
 
     async def leave(self, group: str, member: str) -> None:
-        """End a member at once, with what its calls asked to commit. Raises RequestRefused (unknown_member)."""
+        """End a member after committing what its calls asked to commit. Raises RequestRefused (unknown_member)."""
         found = self._members.get((group, member))
         if found is not None and not found.ended:
             await found.commit_delivered()

@@ -1,4 +1,4 @@
-"""What members and the coordinator say to one another: how a member joins, and what it is told. Values, and their bounds.
+"""The values that members and the coordinator exchange: options of a join, events for members, and their limits.
 
 for event in coordinator.take_events(): …      Revoke | Assigned | Ended | Forgotten, in the order to send them
 """
@@ -19,12 +19,12 @@ SESSION_S = (6.0, 1800.0)
 REBALANCE_S = (1.0, 86400.0)
 MAX_POLL_S = (1.0, 86400.0)
 MAX_PROTOCOLS = 16  # that a member of kind `kafka` offers
-SHARED = "-"  # the one member that all HTTP callers of a group are that name no member
-MAX_GENERATION = (1 << 31) - (1 << 20)  # above it a generation might no longer fit the 32 bits of other protocols
+SHARED = "-"  # the one member that stands for all HTTP callers of a group that name no member
+MAX_GENERATION = (1 << 31) - (1 << 20)  # a higher generation might not fit the 32 bits of other protocols
 
 
 class Client(NamedTuple):
-    """Who a member is, for people: the name its program gives itself, and the address it came from."""
+    """A member as people see it: the name its program gives itself, and the address it came from."""
 
     name: str
     host: str
@@ -33,7 +33,7 @@ class Client(NamedTuple):
 class Opaque(NamedTuple):
     """What members of a group of kind `kafka` say, which only they understand. They have no topics.
 
-    protocol_type   what they are, the same for all members of a group: `consumer`, `connect`, `sr`
+    protocol_type   the same for all members of a group: `consumer`, `connect`, `sr`
     metadata        bytes for each of the protocols that a member offers
     """
 
@@ -48,15 +48,17 @@ class Opaque(NamedTuple):
 class MemberOptions(NamedTuple):
     """What a member asks for. Times in seconds.
 
-    topics       names; a topic that is not there yet counts from the moment it is declared
-    assignors    the one that it prefers first; the group has one that all its members offer, by their votes
-    session_s    after so long without a sign of life the member is ended
-    rebalance_s  after so long without an answer to Revoke or Assigned the member is ended
-    max_poll_s   after so long without asking for records the member is ended, although it beats
-    keeps_topics the topics that the member subscribes to already stay (each request of HTTP names only its own one)
+    topics       names; a topic that does not exist yet counts from the moment it is declared
+    assignors    the preferred one first; the group uses one that all its members offer, by their votes
+    session_s    without a sign of life for so long the member is ended
+    rebalance_s  without an answer to Revoke or Assigned for so long the member is ended
+    max_poll_s   without asking for records for so long the member is ended, although it beats
+    keeps_topics keep the topics that the member subscribes to already (each HTTP request names only its own)
     static_name  a newer member of this name takes the place, and the partitions, of the older one
     attempt      which connection of a program asks; an earlier one of the same run, which arrives late, is refused
     opaque       makes it a member of kind `kafka`: one of the members assigns, and `assignors` are names of their own
+    pattern      for KIP-848: the pattern that its topics match, "" without one; None: another protocol
+    is_kafka     it came through the Kafka door, which redelivers no given-back messages
     """
 
     topics: tuple[str, ...]
@@ -68,10 +70,12 @@ class MemberOptions(NamedTuple):
     keeps_topics: bool = False
     opaque: Opaque | None = None
     attempt: Attempt | None = None
+    pattern: str | None = None
+    is_kafka: bool = False
 
 
 class Resume(NamedTuple):
-    """What a member that comes back remembers: its last generation, and what it still reads (None: says nothing).
+    """What a returning member remembers: its last generation, and the partitions it still reads (None: not said).
 
     `takes_name`: it has chosen its id, and takes its static name from any other member.
     """
@@ -82,19 +86,19 @@ class Resume(NamedTuple):
 
 
 class GroupLimits(NamedTuple):
-    """The bounds of the coordinator's memory and of the time that one rebalance takes.
+    """Limits of the coordinator's memory and of the time that one rebalance takes.
 
     groups       all groups, with or without members
     members      of one group
-    all_members  of all groups together; the first `own_members` of each group are admitted beyond it
+    all_members  of all groups together; the first `own_members` of each group are admitted above it
     topics       in one member's subscription
     topic_bytes  names in one member's subscription
-    all_topics   in the subscriptions of all members together; `own_topics` of each member are admitted beyond it
+    all_topics   in the subscriptions of all members together; `own_topics` of each member are admitted above it
     partitions   that the subscriptions of one group may reach when a member joins
-    opaque       bytes that a member of kind `kafka` says, and bytes that it is given by the one that assigns
+    opaque       bytes of a member of kind `kafka`: of its metadata, and of its assignment by the leader
     all_opaque   of all such members together
     name_bytes   of a group, a member, a client, each
-    retention_s  a group without members and commits is forgotten after so long
+    retention_s  a group without members and commits is forgotten after this time
     """
 
     groups: int = 10_000
@@ -153,7 +157,7 @@ def _check_opaque(opaque: Opaque, limits: GroupLimits) -> None:
 
 
 def check_resume(resume: Resume, limits: GroupLimits) -> None:
-    """Raise RequestRefused unless a member may say that of itself."""
+    """Raise RequestRefused unless a member may resume with these values."""
     if not 0 <= resume.generation <= MAX_GENERATION:
         raise RequestRefused("bad_request", f"generation: must be 0 to {MAX_GENERATION}")
     if resume.owned is not None and len(resume.owned) > limits.partitions:
@@ -170,10 +174,10 @@ class State(Enum):
 
     state       the group has…
     EMPTY       no members
-    PREPARING   members or topics that the present target does not know yet, or (eager) partitions that all must give up
-    COMPLETING  a target, and members that have not answered, or partitions that are on the way to their new owner
-    STABLE      every partition with the owner that the target names, and every member knows what it has
-    DEAD        been forgotten, or was never there
+    PREPARING   members or topics that the target does not include yet, or (eager) partitions that all must give up
+    COMPLETING  a target, and members that have not answered, or partitions on the way to their new owner
+    STABLE      every partition with the owner that the target names, and every member knows its partitions
+    DEAD        been forgotten, or never existed
     """
 
     EMPTY = "empty"
@@ -195,7 +199,7 @@ class Revoke(NamedTuple):
 class Assigned(NamedTuple):
     """From now on the member reads exactly `partitions`. The answer is `sync`, or `revoked` after a Revoke.
 
-    Who has what it had need not answer.
+    A member whose assignment has not changed need not answer.
     """
 
     group: str
@@ -205,7 +209,7 @@ class Assigned(NamedTuple):
 
 
 class HandedOut(NamedTuple):
-    """The leader of a group of kind `kafka` has said what the member is to do in this generation."""
+    """The leader of a group of kind `kafka` has assigned: the member's part is ready in this generation."""
 
     group: str
     member: str
@@ -213,8 +217,8 @@ class HandedOut(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The member is none any more. `code`: fenced | session_timeout | poll_timeout | rebalance_timeout, or
-    unknown_member: it has left, or somebody has said so.
+    """The member has ended. `code`: fenced | session_timeout | poll_timeout | rebalance_timeout, or unknown_member: it
+    has left, or a client has said so for it.
     """
 
     group: str
@@ -223,7 +227,7 @@ class Ended(NamedTuple):
 
 
 class Forgotten(NamedTuple):
-    """The group is gone: its committed offsets are to be forgotten too."""
+    """The group is gone: its committed offsets must be forgotten, too."""
 
     group: str
 
@@ -232,11 +236,11 @@ Event = Revoke | Assigned | HandedOut | Ended | Forgotten
 
 
 class Assignment(NamedTuple):
-    """What a member may read now, of which generation that is, and by which assignor.
+    """What a member may read now, in which generation, and by which assignor.
 
-    `changed`: the generation in which it was last given or asked for something. `revoking`: what it owns besides, and is
-    asked to give up. `is_due`: the next generation is only a matter of time. In a group of kind `kafka` `leader` assigns,
-    and `handed_out` is what it has said to the member in this generation, if it has.
+    `changed`: the generation in which it was last given or asked for something. `revoking`: partitions that it also
+    owns, and must give up. `is_due`: the next generation is only a matter of time. In a group of kind `kafka`, `leader`
+    assigns, and `handed_out` is the member's assignment in this generation, if there is one yet.
     """
 
     generation: int
@@ -250,7 +254,7 @@ class Assignment(NamedTuple):
 
 
 class MemberView(NamedTuple):
-    """One row of `describe`. `revoking`: owned still, to be given up."""
+    """One row of `describe`. `revoking`: still owned, but to be given up."""
 
     id: str
     name: str
@@ -264,12 +268,12 @@ class MemberView(NamedTuple):
 
 
 class GroupView(NamedTuple):
-    """What a door shows of a group.
+    """A group as doors show it.
 
-    protocol    the assignor in force, "" as long as there was no member
+    protocol    the assignor in force, "" until there was a member
     protocol_type  of a group of kind `kafka`; "" if the broker assigns
     leader      the member that assigns, in a group of kind `kafka`
-    left        when the last of its members left, by the coordinator's clock; -inf if it had none in this life
+    left        when its last member left, by the coordinator's clock; -inf if it had none in this life
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a member of a group reads next, by whatever door: its partitions in turn, and first what comes again.
+"""The reader of one group member, for all doors: chooses what the member gets next, given-back messages first.
 
     reader = Reader(files, groups, redelivery, group, member)   one for each member that a door serves
     again, fresh = await reader.turn(cursors, limit, is_idle)   messages that are due, each counted on disk; and the
@@ -6,16 +6,16 @@
     reader.pass_turn(cursor)                                    before a batch is written: is its cursor still in force?
     reader.delivered(cursors)                                   up to where the member was given new messages
 
-Push        streaming.py, for lines and gRPC: the client asks on a stream, and the gateway answers when there is something.
-Poll        polling.py, for HTTP: a call is given what is there, or waits for it.
-Apart       What a reader had when it died comes again one at a time: as the only message that its reader has. Only
-            there a delivery is counted for it, so a message that kills its readers becomes a letter, and the messages
-            beside it do not. It is asked for by a reader that is idle: one that has come back from all it was given
-            before. Where a topic has no maxDeliveries nobody is put aside, so all of it comes as before.
-Invariant   A partition is read from where its former owner has committed: it is opened when the assignment is passed
-            on, and the former owner has given it up before. After a revoke no batch of that partition is sent; after
-            a seek none from before it is sent. Both put another cursor, or none, in the place of the cursor that is
-            being read.
+Push        streaming.py, for lines and gRPC: the client asks on a stream, and the gateway answers when it has messages.
+Poll        polling.py, for HTTP: a call returns what is there, or waits for it.
+Apart       Messages that a reader had when it died are delivered again in parts, and in the end one at a time, as the
+            only message that its reader has. Only there a delivery counts, so a message that kills its readers becomes
+            a dead letter, and the messages beside it do not. A part is delivered only to an idle reader: one that has
+            polled after all earlier messages, or committed them. In a topic without maxDeliveries no message is put
+            aside, so all messages are delivered as before. The size of a part: deliveries.py.
+Invariant   A partition is read from its former owner's commit: it is opened when the assignment is passed on, and the
+            former owner has given it up before. After a revoke no batch of that partition is sent. After a seek no
+            batch from before it is sent. Both replace or remove the cursor that is being read.
 Memory      A cursor for each partition.
 """
 
@@ -42,15 +42,15 @@ from kmq.wire.requests import Position, TopicPartition
 T = TypeVar("T")
 Start = tuple[TopicPartition, Position | None]  # where to begin; None: at the committed offset
 
-_OPENED = 500  # partitions opened in one turn of a thread, which others wait for: some hundred milliseconds
-_LOOK_AGAIN_S = 0.5  # until partitions are looked at that had to wait, and a message that could not be delivered
+_OPENED = 500  # partitions opened in one turn of a shared thread: some hundred milliseconds
+_LOOK_AGAIN_S = 0.5  # until the next look at partitions that had to wait, or at a message that could not be delivered
 _DIED = "in hand when its consumer died"
 _NOTHING: frozenset[int] = frozenset()
 _numbers = count(1)
 
 
 class Files(Protocol):
-    """Where a door reads: its threads, what they make of faults, and what wakes who waits for records."""
+    """What a reader needs of its door: threads for files, how faults are reported, and who is woken by new records."""
 
     partitions: Partitions
     waking: Waking
@@ -59,7 +59,7 @@ class Files(Protocol):
 
 
 class Turn(NamedTuple):
-    """What a member is given next: messages that come again, and the partitions whose new messages may follow."""
+    """What a member gets next: messages delivered again, and the partitions whose new messages may follow."""
 
     again: list[DueMessage]
     fresh: list[Cursor]
@@ -69,7 +69,7 @@ class Turn(NamedTuple):
 
 
 class Reader:
-    """What one member reads. `member` None: a client of a group that has no members now. `group` None: of no group."""
+    """What one member reads. `member` None: a client of a group without members now. `group` None: no group."""
 
     def __init__(
         self,
@@ -80,16 +80,16 @@ class Reader:
         member: str | None,
         client: str = "member",
     ) -> None:
-        """`redelivery` None: nothing comes again. `client`: what a refusal calls the member."""
+        """`redelivery` None: no message is delivered again. `client`: what a refusal calls the member."""
         self.files, self.group, self._groups, self._redelivery = files, group or "", groups, redelivery
-        self._is_member, self.member = member is not None, member or f"\0{next(_numbers)}"  # no member's name
+        self._is_member, self.member = member is not None, member or f"\0{next(_numbers)}"  # no member has this name
         self._client = client
         self.cursors: dict[TopicPartition, Cursor] = {}  # in the order of their turns
-        self.changed = asyncio.Event()  # set when there is another partition, cursor or message to look at
+        self.changed = asyncio.Event()  # set for another partition, cursor or message to look at
         self.waiter = Waiter(self.changed)
 
     def close(self) -> None:
-        """Watch nothing more. What a client that is no member had in hand is due again."""
+        """Stop watching. Messages that a client without membership had in hand are due again."""
         self.files.waking.forget(self.waiter)
         if not self._is_member:
             self._groups.deliveries.release(self.group, self.member)
@@ -102,10 +102,10 @@ class Reader:
     # --- the partitions ----------------------------------------------------------------------------------------------
 
     async def assign(self, starts: Sequence[Start], may_be_gone: bool = False) -> None:
-        """Make these the partitions: those that stay go on, the others begin at their starts.
+        """Make these the reader's partitions. Known ones continue, the others begin at their starts.
 
-        A cursor of a topic that was deleted does not stay: the topic that has its name now is another one.
-        `may_be_gone`: what is gone already is left out, because the coordinator will hear of it.
+        A cursor of a deleted topic does not stay, even if a new topic has the name now. `may_be_gone`: leave out
+        partitions that are gone already, because the coordinator will learn of it.
         """
         known = dict(self.cursors)
         found = await self.open(starts, known, may_be_gone)
@@ -123,18 +123,19 @@ class Reader:
         may_be_gone: bool,
         is_shown: bool = True,
     ) -> dict[TopicPartition, Cursor]:
-        """Return cursors: those of `known` that may stay, and new ones. Others have their turn of the thread meanwhile.
+        """Return cursors: those of `known` that may stay, and new ones. Opens in parts, so that others get the thread.
 
-        `is_shown`: the client is told now where it begins; else the first read judges a committed offset, and refuses
-        one that is beyond the end of files whose router recovers (not_ready).
+        `is_shown`: the client is told now where it begins. Otherwise the first read checks the committed offset, and
+        refuses one beyond the end of the files while the router recovers (not_ready).
         """
         found: dict[TopicPartition, Cursor] = {}
         for at in range(0, len(starts), _OPENED):
-            if at and self._is_member:  # the client waits for the gateway meanwhile, which may take seconds
+            if at and self._is_member:  # its client waits meanwhile, perhaps for seconds
                 self._groups.beat(self.group, self.member)
             some = starts[at : at + _OPENED]
             committed = self.committed([place for place, _ in some])
             found |= await self.files.run(self._open, some, known, committed, may_be_gone, is_shown)
+        self.report_overtaken(found.values())
         return found
 
     def _open(
@@ -145,7 +146,7 @@ class Reader:
         may_be_gone: bool,
         is_shown: bool,
     ) -> dict[TopicPartition, Cursor]:
-        """Do it, in a thread."""
+        """Open some partitions. Runs in a thread."""
         found: dict[TopicPartition, Cursor] = {}
         for place, start in starts:
             if place in known and known[place].partition.is_current():
@@ -161,21 +162,24 @@ class Reader:
             if place in committed and not is_shown:
                 continue
             try:
-                cursor.offset = partition.nearest(cursor.offset) if start is None else partition.locate(start)
-            except DamageError:  # the first fetch says what is damaged
+                offset = partition.nearest(cursor.offset) if start is None else partition.locate(start)
+                if start is None and place in committed:
+                    cursor.overtake(offset)
+                cursor.offset = offset
+            except DamageError:  # the first fetch reports the damage
                 if start is not None:
                     cursor.start = moment(start)
                     cursor.offset = start.value if start.kind == "offset" else cursor.offset
         return found
 
     def revoke(self, places: Iterable[TopicPartition]) -> None:
-        """Read nothing more of these partitions."""
+        """Stop reading these partitions."""
         for place in places:
             self.cursors.pop(place, None)
         self.changed.set()
 
     async def seek(self, place: TopicPartition, position: Position) -> int:
-        """Go on at that position. Returns its offset."""
+        """Continue a partition at a position. Returns its offset."""
 
         def located() -> Cursor:
             partition = self.files.partitions.open(*place)
@@ -201,11 +205,11 @@ class Reader:
         return [(place, cursor.offset) for place, cursor in sorted(self.cursors.items())]
 
     def is_in_force(self, cursor: Cursor) -> bool:
-        """Return False if the cursor's partition was revoked, or sought, since it was selected."""
+        """Return False if the cursor's partition was revoked or sought since it was selected."""
         return self.cursors.get(cursor.place) is cursor
 
     def pass_turn(self, cursor: Cursor) -> bool:
-        """Let the other partitions go first at the next fetch. Return False if this cursor is not in force any more."""
+        """Let the other partitions go first at the next fetch. Return False if this cursor is no longer in force."""
         if not self.is_in_force(cursor):
             return False
         self.cursors[cursor.place] = self.cursors.pop(cursor.place)
@@ -215,7 +219,7 @@ class Reader:
 
     @property
     def _has_turns(self) -> bool:
-        """Return True if something may come again, or may be left out, now: else all new messages may come."""
+        """Return False if no message may be redelivered or skipped now, so that all new messages may follow."""
         if not self.group or self._redelivery is None:
             return False
         if not self._groups.store.table.has_nacks(self.group) and self._groups.deliveries.is_quiet(self.group):
@@ -223,14 +227,14 @@ class Reader:
         return self._is_member or self._groups.coordinator.state(self.group) in (State.EMPTY, State.DEAD)
 
     async def turn(self, cursors: list[Cursor], limit: Limit, is_idle: bool) -> Turn:
-        """Return what the member is given next of these partitions.
+        """Return what the member gets next of these partitions.
 
-        `is_idle`: it has come back from all that it was given before; one that has committed all that is idle, too.
-        If something cannot be written now, the partition waits, and others go on.
+        `is_idle`: it has polled after all that it was given. A member that has committed all of it is idle, too.
+        If a row cannot be written now, its partition waits, and others go on.
         """
         group, groups, deliveries = self.group, self._groups, self._groups.deliveries
         for cursor in cursors:
-            cursor.skips = _NOTHING
+            cursor.skips, cursor.most = _NOTHING, None
         if is_idle:
             deliveries.came_back(group, self.member)
         if not self._has_turns:
@@ -246,7 +250,7 @@ class Reader:
         held: set[Partition] = set()
         for cursor in cursors:
             place, position = cursor.place, cursor.offset
-            if not groups.store.nacks(group, *place) and position >= deliveries.doubted(group, place):
+            if not groups.store.nacks(group, *place) and deliveries.doubt(group, place, position) is None:
                 continue
             try:
                 nbytes = sum(each.message.size for each in again)
@@ -254,7 +258,7 @@ class Reader:
                 again += await self._several(place, position, room)
             except RequestRefused:
                 held.add(place)
-            if self._due(place, is_apart=True) or position < deliveries.doubted(group, place):
+            if self._due(place, is_apart=True) or deliveries.doubt(group, place, position):
                 apart.append(cursor)
         if is_idle and not again:
             while apart:
@@ -266,12 +270,14 @@ class Reader:
                     continue
                 if one is not None:
                     return Turn([one], [])
+                if self._is_part(cursor):
+                    return Turn([], [cursor])
         if apart:
-            return Turn(again, [])  # no new ones, so that the reader becomes idle
+            return Turn(again, [])  # no new messages, so that the reader becomes idle
         fresh = []
         for cursor in cursors:
             nacks = groups.store.nacks(group, *cursor.place)
-            is_trusted = cursor.offset >= deliveries.doubted(group, cursor.place)
+            is_trusted = deliveries.doubt(group, cursor.place, cursor.offset) is None
             if cursor.place not in held and is_trusted and not is_paused(nacks):
                 cursor.skips = frozenset(nacks)
                 fresh.append(cursor)
@@ -283,100 +289,133 @@ class Reader:
         return [offset for offset in due if deliveries.is_apart(self.group, place, offset) == is_apart]
 
     async def _several(self, place: TopicPartition, position: int, room: Limit) -> list[DueMessage]:
-        """Return the messages of a partition that are due and need not come apart."""
+        """Return a partition's due messages, except those that must be delivered apart."""
         deliveries = self._groups.deliveries
-        is_apart = bool(self._due(place, is_apart=True)) or position < deliveries.doubted(self.group, place)
+        is_apart = self._due(place, is_apart=True) or deliveries.doubt(self.group, place, position)
         if is_apart and not await self.redelivery.max_deliveries(place[0]):
             deliveries.trust(self.group, place)
         due = self._due(place, is_apart=False)
         if not due or room.messages <= 0 or room.nbytes <= 0:
             return []
-        return self._take(place, await self.redelivery.take(self.group, place, due, room), position, is_alone=False)
+        found = await self.redelivery.take(self.group, place, position, due, room)
+        return self._take(place, found, position, is_alone=False)
 
     def _take(
         self, place: TopicPartition, found: tuple[list[Message], dict[int, NackRow]], position: int, is_alone: bool
     ) -> list[DueMessage]:
         messages, rows = found
         for message in messages:
-            # Only a commit that goes beyond what the member may have read before says that it has handled this one.
+            # The member may have read up to here before. So only a commit past that says that it has handled this one.
             self._groups.deliveries.take(
                 self.group, place, message.offset, OpenDelivery(self.member, position + 1, is_alone)
             )
         return [DueMessage(place, message, rows[message.offset].deliveries, position) for message in messages]
 
     async def _one(self, place: TopicPartition, position: int) -> DueMessage | None:
-        """Return a message that comes apart: one that is due, else the next new one that is in doubt."""
+        """Return a message to deliver apart: one that is due, or the next new one in doubt."""
         group, store, deliveries = self.group, self._groups.store, self._groups.deliveries
         due = self._due(place, is_apart=True)
-        found = await self.redelivery.take(group, place, due, Limit(1, 1))
+        found = await self.redelivery.take(group, place, position, due, Limit(1, 1))
         if found[0]:
             return self._take(place, found, position, is_alone=True)[0]
-        while position < deliveries.doubted(group, place):
+        while (doubt := deliveries.doubt(group, place, position)) is not None and doubt.most == 1:
             try:
-                message = await self.redelivery.first(place, position)
+                message = await self.redelivery.first(group, place, position)
             except RequestRefused as err:
                 if err.code != "damaged":
                     raise
-                message = None  # whoever reads on there hears of it
+                message = None  # the next read there reports the damage
             if message is None:
+                deliveries.trust_new(group, place)
                 break
             position = message.offset + 1
-            if position > deliveries.doubted(group, place):
+            if position > doubt.end:
+                deliveries.trust_new(group, place, doubt.end)
                 break
-            if message.offset not in store.nacks(group, *place):  # else it comes when it is due, or was put aside
+            if message.offset not in store.nacks(group, *place):  # its row decides otherwise
                 now = store.now_s()
                 row = NackRow(2, now, _DIED, first=now)
                 await store.nack(group, *place, {message.offset: row})
                 return self._take(place, ([message], {message.offset: row}), position, is_alone=True)[0]
-        deliveries.trust_new(group, place)
         return None
 
-    def delivered(self, cursors: Iterable[Cursor]) -> None:
-        """Note up to where the member was given new messages."""
-        if self.group:
-            self._groups.deliveries.read(self.group, self.member, {cursor.place: cursor.offset for cursor in cursors})
+    def _is_part(self, cursor: Cursor) -> bool:
+        """Return True if the next new messages are a part, which is then all that the member has."""
+        doubt = self._groups.deliveries.doubt(self.group, cursor.place, cursor.offset)
+        nacks = self._groups.store.nacks(self.group, *cursor.place)
+        if doubt is None or doubt.most == 1 or is_paused(nacks):
+            return False
+        cursor.skips, cursor.most = frozenset(nacks), min(doubt.most, doubt.end - cursor.offset)
+        return True
+
+    def report_overtaken(self, cursors: Iterable[Cursor]) -> None:
+        """Count deleted messages that the group had not read, each once. Call it whenever cursors have moved."""
+        for cursor in cursors:
+            if self.group and cursor.overtaken:
+                self._groups.overtake(self.group, cursor.place, cursor.overtaken)
+
+    def delivered(self, cursors: Mapping[Cursor, int]) -> None:
+        """Note up to where the member was given new messages. `cursors`: each with the first offset."""
+        if not self.group:
+            return
+        deliveries, known = self._groups.deliveries, self._groups.committed(self.group)
+        for cursor, first in cursors.items():
+            if cursor.place not in known:
+                deliveries.begin(self.group, cursor.place, first)
+        deliveries.read(self.group, self.member, {cursor.place: cursor.offset for cursor in cursors})
+
+    def says_hand_outs(self) -> None:
+        """Note that the member's client reports which messages it gives to its program."""
+        if self._is_member:
+            self._groups.deliveries.says_hand_outs(self.group, self.member)
+
+    def hand_out(self, offsets: Iterable[tuple[TopicPartition, int]]) -> None:
+        """Note that the client has given its program messages, up to these next offsets."""
+        if self._is_member:
+            mine = [(place, offset) for place, offset in offsets if place in self.cursors]
+            self._groups.deliveries.hand_out(self.group, self.member, mine)
 
     def shown(self, again: Iterable[DueMessage], positions: Mapping[TopicPartition, int]) -> None:
-        """Note that the answer shows these positions: to commit them is to be done with what came again in it."""
+        """Note the positions shown with an answer: committing them makes its redelivered messages done."""
         deliveries = self._groups.deliveries
         for each in again:
             deliveries.show(self.group, each.place, each.message.offset, positions[each.place])
 
     def take_back(self, again: Iterable[DueMessage]) -> None:
-        """Note that the member has not got these messages: they are due again."""
+        """Note that the member has not received these messages: they are due again."""
         for each in again:
             self._groups.deliveries.give_back(self.group, each.place, each.message.offset)
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def wait_s(self, cursors: Iterable[Cursor]) -> float:
-        """Return after how many seconds to ask for a turn again, without any news."""
+        """Return after how many seconds to take a turn again without any news."""
         if not self._has_turns:
             return NEVER
         group, store, deliveries = self.group, self._groups.store, self._groups.deliveries
         due = NEVER
         for cursor in cursors:
-            if cursor.offset < deliveries.doubted(group, cursor.place):
+            if deliveries.doubt(group, cursor.place, cursor.offset) is not None:
                 return _LOOK_AGAIN_S
             due = min(due, deliveries.next_due(group, cursor.place, store.nacks(group, *cursor.place)))
         left = due - store.now_s()
         return left if left > 0 else _LOOK_AGAIN_S
 
     def watch(self, event: asyncio.Event) -> contextlib.AbstractContextManager[None]:
-        """Set the event whenever a message of the group was given back."""
+        """Set the event whenever a message of the group is given back."""
         return self._groups.watch(self.group, event) if self.group else contextlib.nullcontext()
 
     # --- offsets, giving back, and being done ------------------------------------------------------------------------
 
     def committed(self, places: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """Return the next offsets that the group has committed, of those of `places` that have one."""
+        """Return the group's committed offsets in `places`, where it has any."""
         found = self._groups.committed(self.group) if self.group else {}
         return {place: found[place].offset for place in places if place in found}
 
     async def done(self, messages: Sequence[tuple[Partition, int]]) -> None:
-        """Note on disk that the member is done with these messages, which had come again.
+        """Note on disk that the member is done with these redelivered messages.
 
-        Raises RequestRefused (fenced) for one that the member has not: it comes once more, or another one has it.
+        Raises RequestRefused (fenced) for a message that it does not have any more: it is or will be redelivered.
         """
         await self._check([place for place, _ in messages])
         for place, offset in messages:
@@ -388,7 +427,8 @@ class Reader:
                 raise RequestRefused("fenced", f"{where}: comes again, because this member does not have it any more")
 
     async def nack(self, place: Partition, offset: int, reason: str, delay_s: float) -> NackOutcome:
-        """Give a message of a partition that the member owns back. Raises RequestRefused."""
+        """Give back a message of a partition that the member owns. Raises RequestRefused."""
+        self._groups.check_redelivery(self.group, place)
         await self._check([place])
         return await self.redelivery.nack(self.group, *place, offset, reason, delay_s)
 

@@ -1,22 +1,28 @@
-"""Messages that members of groups gave back: they come again when they are due, or are put aside as dead letters.
+"""Redelivery: messages that members gave back are delivered again when due, or stored as dead letters.
 
-Given back  A message that a member gave back is delivered again when it is due, to whoever has its partition then.
-            Which one a member is given next: reader.py.
-Letters     After maxDeliveries a message is put aside as a dead letter. Then it is behind the group: its row stays
-            until the group has committed beyond it, and the group's offset moves over it by itself if it stands there.
+    await redelivery.nack("etl", "orders", 0, 7, "no such user", delay_s=30)    → NackOutcome(1, 30.0, "")
+    the same after the last delivery that is allowed                            → letter "orders.dlq/0@12"
 
-Owner       the gateway. The rows are in the store of committed offsets (offset_table.NackRow), what is in hand in
-            Groups.deliveries: both are the group's, whatever door its members came through.
+Given back  A message that was given back is delivered again when due, to the member that owns its partition then
+            (reader.py). A Kafka member is never redelivered a message, so no message of its partitions is given back.
+            Rows from before that wait for another owner, and are lag (admin.py). If the Kafka member reads and commits
+            such a message in its turn, it is done (Groups.commit).
+Letters     After maxDeliveries a message is put aside as a dead letter. Its row stays until the group has committed
+            past it. If the group's offset stands at the message, it moves past it by itself.
+
+Owner       the gateway. The rows are in the store of committed offsets (offset_table.NackRow), open deliveries in
+            Groups.deliveries. Both belong to the group, whatever door its members came through.
 Invariant   A message that was given back is forgotten only when it is committed, or its dead letter is on disk, or the
             message is gone from its partition. Each delivery that counts is on disk before the message is shown.
-Time        Rows are due by the store's clock, which goes evenly while the gateway lives, and after a start of the
+Time        Rows are due by the store's clock, which runs evenly while the gateway lives, and after a start of the
             gateway by the broker's trusted clock (kmq/broker/clock.py). So a jump of the time of day delays nothing.
-Crash       Between the letter and its row: the letter has the same id the next time and is stored once.
+Crash       Between the letter and its row: the letter gets the same id on the next try, so it is stored once.
 Memory      See offset_table.py: at most MAX_NACKS rows a partition. Then its new messages wait (deliveries.is_paused).
 """
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -27,23 +33,27 @@ from kmq.errors import KmqError
 from kmq.gateway.core.broker import RequestRefused, bad_field, refusal_of
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Limit
+from kmq.gateway.core.ingress import own_address
 from kmq.gateway.core.topics import UNLIMITED
-from kmq.gateway.groups.deliveries import given_back, is_spent
+from kmq.gateway.groups.deliveries import after_letters, given_back, is_spent
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import DONE, NackRow, Partition
+from kmq.gateway.groups.offsets import OffsetCommit
 from kmq.message.letters import Failure
 from kmq.message.message import Message
 from kmq.message.text import make_routing_key
+from kmq.wire import refusals
 from kmq.wire.requests import EARLIEST, Position, TopicPartition
 
 MOST_DELAY_S = 604_800.0
 MOST_REASON = 250  # characters
+_REFUSED_S = 60.0  # until a refused letter is retried: an operator may have fixed the cause
 _LETTER_S = 5.0  # longest wait for a dead letter to be on disk
 _WINDOW = "http"
 
 
 class NackOutcome(NamedTuple):
-    """What became of a message that was given back. `letter`: <topic>/<partition>@<offset>; "": it comes again."""
+    """The fate of a given-back message. `letter`: <topic>/<partition>@<offset>; "": it will be delivered again."""
 
     deliveries: int
     due_s: float  # from now on
@@ -51,7 +61,7 @@ class NackOutcome(NamedTuple):
 
 
 class DueMessage(NamedTuple):
-    """A message that is delivered again, how often it was delivered with that, and where its partition goes on."""
+    """A redelivered message, its number of deliveries including this one, and where its partition resumes."""
 
     place: TopicPartition
     message: Message
@@ -60,11 +70,11 @@ class DueMessage(NamedTuple):
 
 
 class Redelivery:
-    """For all groups. Every method may raise RequestRefused."""
+    """Redelivery for all groups. Every method may raise RequestRefused."""
 
     def __init__(self, groups: Groups, core: Core) -> None:
         self.groups, self._core = groups, core
-        # The gateway's way of dead letters to the broker: one connection, used by one request at a time, in a thread.
+        # The connection that stores dead letters: used by one request at a time, in a thread.
         self._letterbox: Letterbox | None = None
         self._turn = asyncio.Lock()
 
@@ -77,7 +87,7 @@ class Redelivery:
     async def nack(
         self, group: str, topic: str, partition: int, offset: int, reason: str = "", delay_s: float = 0.0
     ) -> NackOutcome:
-        """Let a message be delivered again after a while, or put it aside. On disk when this returns."""
+        """Schedule a message for redelivery after a delay, or put it aside. On disk when this returns."""
         place, groups, store = (topic, partition), self.groups, self.groups.store
         if groups.describe(group) is None:
             raise RequestRefused("unknown_group", f"group {group!r}: does not exist")
@@ -92,7 +102,8 @@ class Redelivery:
             return NackOutcome(known.deliveries, 0.0, known.letter)
         row = given_back(known, store.now_s(), delay_s, reason)
         if is_spent(row, most):
-            return NackOutcome(row.deliveries, 0.0, await self._put_aside(group, message, row))
+            letter = await self._try_aside(group, message, row)
+            return NackOutcome(row.deliveries, 0.0 if letter else _REFUSED_S, letter or "")
         await store.nack(group, topic, partition, {offset: row})
         groups.deliveries.give_back(group, place, offset)
         groups.deliveries.trust(group, place, offset)
@@ -100,7 +111,7 @@ class Redelivery:
         return NackOutcome(row.deliveries, row.due - store.now_s())
 
     async def max_deliveries(self, topic: str) -> int:
-        """Return the topic's own limit; 0: none."""
+        """Return the topic's own limit; 0: no limit."""
         most = (await self._core.topics.describe(topic)).options["maxDeliveries"]
         return 0 if most == UNLIMITED else int(most)
 
@@ -118,28 +129,57 @@ class Redelivery:
             raise RequestRefused("out_of_range", text, field="offset", first=first, end=end)
         return found
 
-    async def first(self, place: Partition, offset: int) -> Message | None:
-        """Return the message at this offset, or the next one."""
+    async def first(self, group: str, place: Partition, offset: int) -> Message | None:
+        """Return the message at the group's offset, or the next one."""
         cursor = await self._core.fetching.open(*place, Position("offset", offset))
         cursor.is_strict = False
         _, found = await self._core.fetching.read([cursor], Limit(1, 1), lambda found: found[:1])
+        self.groups.overtake(group, place, cursor.overtaken)
         return found[0] if found else None
 
     async def _put_aside(self, group: str, message: Message, row: NackRow) -> str:
-        """Store a message as a dead letter, and let the group go on behind it. Returns where the letter is."""
+        """Store a message as a dead letter, and let the group continue after it. Returns where the letter is."""
         store, place = self.groups.store, (message.topic, message.partition)
         now = store.now_s()
         failure = Failure(group, row.reason or "given back", row.deliveries, row.first or now, now)
         dlq = Rules().topic_of_letters(message.topic)
+        if not self._core.topics.exists(dlq):  # even with KMQ_AUTO_CREATE_TOPICS=off, because KMQ writes the letter
+            await self._core.topics.create(dlq, 1, {})
         seq = await self._store_letter(message, dlq, failure)
         found = await self._core.producing.place_of(dlq, make_routing_key(dlq, message.key), seq)
         letter = f"{TopicPartition(dlq, found[0])}@{found[1]}" if found else dlq
         await store.nack(group, *place, {message.offset: row._replace(letter=letter)})
+        where = f"{TopicPartition(*place)}@{message.offset} of group {group}"
+        if self._core.strangers is not None:
+            text = f"{where} is {letter} now, after {row.deliveries} deliveries: {failure.error}"
+            self._core.strangers.note("letter_stored", "", text)
         self.groups.deliveries.give_back(group, place, message.offset)
         self.groups.deliveries.trust(group, place, message.offset)
         committed = store.committed(group).get(place)
         await self.groups.forget(group, place, (), committed.offset if committed else 0)
         return letter
+
+    async def _try_aside(self, group: str, message: Message, row: NackRow) -> str | None:
+        """Put a message aside, and return where its letter is. None: the letter is refused for good, so it waits.
+
+        Raises RequestRefused if a retry may succeed.
+        """
+        place, store = (message.topic, message.partition), self.groups.store
+        try:
+            return await self._put_aside(group, message, row)
+        except RequestRefused as err:
+            if refusals.find(err.code).is_retryable:
+                raise
+            later = row._replace(due=store.now_s() + _REFUSED_S)
+            await store.nack(group, *place, {message.offset: later})
+            known, this = self.groups.deliveries.refused, (group, place, message.offset)
+            if this not in known:
+                where = {"group": group, "topic": place[0], "partition": place[1], "offset": message.offset}
+                effect = "the message waits, and is not delivered again; others go on"
+                self._core.log.error("letter_refused", **where, code=err.code, reason=str(err), effect=effect)
+            known.add(this)
+            self.groups.deliveries.give_back(group, place, message.offset)
+            return None
 
     async def _store_letter(self, message: Message, dlq: str, failure: Failure) -> int:
         """Store a letter, and return its seq; 0: not known. Raises RequestRefused."""
@@ -148,7 +188,7 @@ class Redelivery:
             try:
                 return await asyncio.to_thread(box.put, message, dlq, failure)
             except KmqError as err:
-                await self._close_letterbox()  # a connection that was refused is not used again
+                await self._close_letterbox()  # a refused connection is not used again
                 raise refusal_of(err) from err
 
     async def _close_letterbox(self) -> None:
@@ -158,7 +198,7 @@ class Redelivery:
                 await asyncio.to_thread(box.close)
 
     async def done(self, group: str, place: Partition, offset: int) -> None:
-        """Note that a message which came again was handled. While it is in front of the group, it is not a new one."""
+        """Note that a redelivered message was handled. If the group's offset is lower, it is not delivered as new."""
         store, deliveries = self.groups.store, self.groups.deliveries
         row, known = store.nacks(group, *place).get(offset), store.committed(group).get(place)
         if row is None or (known is not None and offset < known.offset):
@@ -170,19 +210,30 @@ class Redelivery:
         await self._pass(group, place)
 
     async def _pass(self, group: str, place: Partition) -> None:
-        """Move the group's offset over messages that are letters, or done."""
-        start = await self._core.fetching.open(*place, EARLIEST)
-        await self.groups.pass_letters(group, place, start.offset)
+        """Move the group's offset past messages that were put aside, if it stands at one.
+
+        While another commit is being written the offset stays, and the next commit moves it. The rows also stay until a
+        member has committed past them, because the member may still be before them.
+        """
+        start = await self._core.fetching.open(*place, EARLIEST)  # where a group without a commit stands
+        store = self.groups.store
+        known = store.committed(group).get(place)
+        begin = known.offset if known else start.offset
+        offset = after_letters(store.nacks(group, *place), begin)
+        if offset > begin and not store.is_writing(group):
+            moved = OffsetCommit(offset, known.metadata, known.leader_epoch) if known else OffsetCommit(offset)
+            await store.commit(group, {place: moved}, generation=known.generation if known else 0)
+            self.groups.coordinator.committed(group, time.monotonic())
 
     # --- delivering again --------------------------------------------------------------------------------------------
 
     async def take(
-        self, group: str, place: Partition, due: Iterable[int], room: Limit
+        self, group: str, place: Partition, position: int, due: Iterable[int], room: Limit
     ) -> tuple[list[Message], dict[int, NackRow]]:
-        """Return messages whose rows are due, in order, with their rows, in which this delivery is counted on disk.
+        """Return due messages in order, and their rows with this delivery counted. The rows are on disk.
 
-        Those that were delivered often enough are put aside, those that are gone are forgotten, those that are damaged
-        wait.
+        A message without deliveries left is put aside, a deleted one is forgotten, a damaged one waits. `position`: the
+        next offset of the group's reader. Deleted messages at or after it are not counted as overtaken here.
         """
         store, deliveries = self.groups.store, self.groups.deliveries
         most = await self.max_deliveries(place[0])
@@ -196,17 +247,20 @@ class Redelivery:
                 message = await self._read(place, offset)
             except RequestRefused as err:
                 if err.code == "damaged":
-                    continue  # it waits until it is healed, and keeps nothing else back
+                    continue  # it waits until it is repaired, and delays no other message
                 if err.code != "out_of_range":
                     raise
+                begin = int(err.fields["first"])
+                if row is not None and offset < min(position, begin):  # otherwise compaction removed it
+                    self.groups.overtake(group, place, range(offset, offset + 1), is_again=True)
                 await self.groups.forget(group, place, [offset])
                 continue
             if row is None:
-                continue  # committed, or put aside, meanwhile
+                continue  # it was committed or put aside meanwhile
             counts = deliveries.counts(group, place, offset)
             if counts and is_spent(row, most):
-                await self._put_aside(group, message, row)
-                await self._pass(group, place)
+                if await self._try_aside(group, message, row) is not None:
+                    await self._pass(group, place)
                 continue
             found.append(message)
             rows[offset] = row._replace(deliveries=row.deliveries + counts)
@@ -215,4 +269,6 @@ class Redelivery:
 
 
 def _producer(window: str) -> Producer:
-    return Producer.local(window=window, retry=frozenset(), timeout_s=_LETTER_S, delivery_timeout_s=_LETTER_S)
+    return Producer.local(
+        own_address, window=window, retry=frozenset(), timeout_s=_LETTER_S, delivery_timeout_s=_LETTER_S
+    )

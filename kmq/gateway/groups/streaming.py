@@ -1,21 +1,24 @@
-"""Members of groups that hold a stream, as by lines and gRPC: their fetches, and the rebalances that are pushed to them.
+"""Group members on a stream, as by lines and gRPC: their fetches, and the rebalances that are pushed to them.
 
-    fetches = Fetches(reader, wire, …)                  put | tried | finish by who reads requests; serve beside that
-    rebalances = Rebalances(groups, reader, wire)       hear by the coordinator; pass_on beside; revoked | leave
-    await serve_until_one_ends(…)                       all of these
+    fetches = Fetches(reader, wire, …)                  the task that reads requests calls put | tried | finish; serve
+                                                        beside
+    rebalances = Rebalances(groups, reader, wire)       the coordinator calls hear; pass_on beside; revoked | leave
+    await serve_until_one_ends(…)                       runs all of these
 
-Pull        Nothing is sent that was not asked for: each fetch is answered by one batch of one partition. The
-            partitions take turns. Fetches are answered in order, beside the stream's other requests: above all a commit
-            does not wait for the batch that was asked for before it. What must not pass a fetch awaits `tried`.
-Again       A message that comes again is a batch of its own. A fetch that waits, or follows an empty answer, says that
-            the client has come back from all it was given.
-Doors       differ in what is sent and what it may cost (Wire), and in what becomes of a fetch whose partition is revoked
-            (`refuses_revoked`).
-Leaving     A fetch that waits when its member leaves is answered at once, with nothing: what it took then nobody would
-            be given again. If the client has only ended its sending half, it is answered as always.
-Invariant   `pass_turn` is asked by who has the turn to write, so nothing is written of a partition after its revoke,
-            or from before a seek. A revoke is passed on before the assignment of the same generation. Requests before
-            the client's answer to it are served before it counts, so a commit in front of it is always allowed.
+Pull        Only fetches are answered with messages: each fetch gets one batch of one partition. The partitions take
+            turns. Fetches are answered in order, beside the stream's other requests. So a commit does not wait for the
+            batch that was asked for before it. A request that must not pass a fetch awaits `tried`.
+Again       A redelivered message is a batch of its own. A fetch that waits, or follows an empty answer, shows that the
+            client is done with all it was given.
+Doors       differ in what they send and what it may cost (Wire), and in what becomes of a fetch whose partition is
+            revoked (`refuses_revoked`).
+Leaving     A fetch that waits when its member leaves is answered at once and without messages, because messages taken
+            then would be given to no other member. If the client has only ended its sending half, it is answered as
+            always.
+Invariant   `pass_turn` is called by the holder of the turn to write, so nothing of a partition is written after its
+            revoke, or from before a seek. A revoke is passed on before the assignment of the same generation. Requests
+            before the client's answer to a revoke are served before that answer counts, so a commit before it is
+            allowed.
 Memory      At most _MOST_FETCHES fetches that wait. One event for each kind that follows another, so at most a few
             while the client does not read.
 """
@@ -38,11 +41,11 @@ from kmq.wire.requests import TopicPartition
 # --- fetches ---------------------------------------------------------------------------------------------------------
 
 _MOST_FETCHES = 64
-_LOOK_AGAIN_S = 0.5  # until partitions are looked at that had to wait
+_LOOK_AGAIN_S = 0.5  # until the next look at partitions that had to wait
 
 
 class PendingFetch(NamedTuple):
-    """What a client asks for. `places`: of these partitions only; empty: of all. `request_id`: of the door."""
+    """A client's request. `places`: only these partitions; empty: all. `request_id`: of the door."""
 
     limit: Limit
     places: Collection[TopicPartition]
@@ -51,15 +54,15 @@ class PendingFetch(NamedTuple):
 
 
 class Wire(Protocol):
-    """How a door writes to a client that is pushed to. What a method writes is whole before the next one writes."""
+    """How a door writes to its client. Each method writes a whole answer before the next one writes."""
 
-    turn: asyncio.Lock  # who writes has it
+    turn: asyncio.Lock  # held while writing
 
     async def give(self, fetch: PendingFetch, cursor: Cursor) -> bool:
-        """Answer with new messages of a partition; return False if there are none, or the cursor is not in force."""
+        """Answer with new messages of a partition. Return False if there are none, or the cursor is not in force."""
 
     async def write_again(self, fetch: PendingFetch, cursor: Cursor, again: DueMessage) -> None:
-        """Answer with a message that comes again. The caller has `turn`."""
+        """Answer with a redelivered message. The caller has `turn`."""
 
     async def give_nothing(self, fetch: PendingFetch) -> None: ...
 
@@ -71,17 +74,17 @@ class Wire(Protocol):
     async def say_revoke(self, revoke: Revoke) -> None: ...
 
     async def say_assigned(self, generation: int) -> None:
-        """Tell of an assignment, which the reader has as its partitions."""
+        """Tell the client its assignment: the reader's partitions."""
 
 
 class Fetches:
     """The fetches of one stream, answered in order."""
 
     def __init__(self, reader: Reader, wire: Wire, stream: str, refuses_revoked: bool) -> None:
-        """`stream`: what a refusal calls it. `refuses_revoked`: a fetch that waits is refused as soon as a partition
-        that it names was revoked; else it goes on with its others, and is answered with nothing when all were."""
+        """`stream`: what a refusal calls it. `refuses_revoked`: refuse a waiting fetch once a partition that it names
+        was revoked. Otherwise it continues with its others, and is answered without messages if all were revoked."""
         self._reader, self._wire, self._stream, self._refuses_revoked = reader, wire, stream, refuses_revoked
-        self._waiting: deque[PendingFetch | None] = deque()  # None: the last one is in front of it
+        self._waiting: deque[PendingFetch | None] = deque()  # None: no fetch follows
         self._has_fetch, self._are_tried = asyncio.Event(), asyncio.Event()
         self._are_tried.set()
         self._held: frozenset[TopicPartition] = frozenset()  # partitions whose new records waited at the last turn
@@ -100,11 +103,11 @@ class Fetches:
         self._has_fetch.set()
 
     async def tried(self) -> None:
-        """Wait until each fetch was answered, or waits for messages, or is behind one that waits."""
+        """Wait until each fetch was answered, waits for messages, or queues after one that waits."""
         await self._are_tried.wait()
 
     def finish(self, at_once: bool = False) -> None:
-        """No fetch comes any more. `at_once`: those that wait are answered now, without messages."""
+        """Note that no more fetches follow. `at_once`: waiting fetches are answered now, without messages."""
         self._is_ending |= at_once
         self._waiting.append(None)
         self._has_fetch.set()
@@ -112,7 +115,7 @@ class Fetches:
             self._reader.changed.set()
 
     async def serve(self) -> None:
-        """Answer the fetches that wait, until the last one is answered."""
+        """Answer waiting fetches, until the last one is answered."""
         try:
             with self._reader.watch(self._reader.changed):
                 while True:
@@ -133,7 +136,7 @@ class Fetches:
             self._reader.close()
 
     async def _finish(self, fetch: PendingFetch) -> None:
-        """Answer a fetch as soon as there is something."""
+        """Answer a fetch as soon as there are messages, or its time is up."""
         while not self._is_ending:
             self._reader.changed.clear()
             if await self._answer(fetch):
@@ -152,7 +155,7 @@ class Fetches:
     async def _answer(self, fetch: PendingFetch) -> bool:
         """Answer a fetch with messages of one partition. Return False if there are none.
 
-        A fetch that waits may leave out a partition whose next event will wake it.
+        A fetch that waits may skip a quiet partition, because its next event wakes the fetch.
         """
         reader, cursors, is_patient = self._reader, self._cursors(fetch), fetch.limit.wait_s > 0
         turn = await reader.turn(cursors, Limit(1, fetch.limit.nbytes), is_patient or self._was_empty)
@@ -174,7 +177,7 @@ class Fetches:
         return False
 
     async def _answer_again(self, fetch: PendingFetch, again: DueMessage) -> bool:
-        """Answer a fetch with a message that comes again. Return False if its partition was revoked meanwhile."""
+        """Answer a fetch with a redelivered message. Return False if its partition was revoked meanwhile."""
         cursor = self._reader.cursors.get(again.place)
         async with self._wire.turn:
             if cursor is None or not self._reader.pass_turn(cursor):
@@ -188,13 +191,13 @@ class Fetches:
         return True
 
     async def _wait(self, fetch: PendingFetch) -> bool:
-        """Wait until there may be something. Return False if the time is up, or there is no partition left."""
+        """Wait until there may be messages. Return False if the time is up, or no partition is left."""
         reader, left_s = self._reader, fetch.until - time.monotonic()
         cursors = self._cursors(fetch)
         if fetch.places and not cursors:
             return False
         if reader.changed.is_set():
-            return True  # what was read was not wanted any more
+            return True  # the batch was read for nothing: its cursor was replaced
         if left_s <= 0:
             return False
         self._are_tried.set()
@@ -212,7 +215,7 @@ class Fetches:
 
 
 class Rebalances:
-    """What the coordinator says to a member, passed on in order, and what its client answers."""
+    """Passes the coordinator's events on to a member in order, and takes the client's answers."""
 
     def __init__(self, groups: Groups, reader: Reader, wire: Wire) -> None:
         self._groups, self._reader, self._wire = groups, reader, wire
@@ -224,14 +227,14 @@ class Rebalances:
         self.has_assigned = asyncio.Event()
 
     def hear(self, event: Event) -> None:
-        """Take an event of the coordinator; it is passed on in its turn."""
+        """Queue an event of the coordinator."""
         if self._events and isinstance(event, Assigned) and isinstance(self._events[-1], Assigned):
             self._events.pop()  # only the last one is in force
         self._events.append(event)
         self._has_event.set()
 
     async def pass_on(self) -> Ended:
-        """Pass on what the coordinator says, until it ends the member."""
+        """Pass on the coordinator's events, until one ends the member."""
         while True:
             await self._has_event.wait()
             self._has_event.clear()
@@ -255,25 +258,25 @@ class Rebalances:
             self._groups.sync(self._reader.group, self._reader.member, event.generation)
 
     def revoked(self) -> None:
-        """Note that the client has given up what it was asked to."""
+        """Note that the client has given up what was revoked."""
         if not self._unanswered:
             return
         generation = self._unanswered.popleft()
         group, member = self._reader.group, self._reader.member
         self._groups.revoked(group, member, generation)
-        # The assignment of this generation may not be written yet; then the one that was told is older, and fenced.
+        # If the assignment of this generation is not written yet, the last one told is older, and would be fenced.
         if not self._unanswered and self._told > generation:
             self._groups.sync(group, member, self._told)
 
     def leave(self) -> None:
-        """End the member: nothing more is passed on."""
+        """End the member: no more events are passed on."""
         self.has_left = True
         self._groups.leave(self._reader.group, self._reader.member)
-        self._reader.revoke([*self._reader.cursors])  # what a turn takes from now on is given back
+        self._reader.revoke([*self._reader.cursors])  # a turn that takes a message from now on gives it back
 
 
 async def serve_until_one_ends(served: Iterable[Awaitable[Any]], *others: Awaitable[Any]) -> None:
-    """Run all these until those of `served` have ended, or one of `others` has. An error of any ends them all."""
+    """Run all these until all of `served` have ended, or one of `others` has. An error of any ends them all."""
     beside, serving = ([asyncio.ensure_future(each) for each in some] for some in (others, served))
     all_served = asyncio.gather(*serving)
     try:

@@ -12,9 +12,9 @@ End         A call that is evicted while it waits for its client takes its conne
 Deadline    KMQ_LINE_DEADLINE limits how long the only request of a call, and the reading of each response, may take.
             A stream of requests may be silent for any time.
 Listeners   A stream that is answered while it is read (kmq.v1 Subscribe) may be silent for as long as its member's
-            session. Of its next request gRPC may hold a part, of which nobody knows. It is at most what its connection
-            has received since the stream's last whole request, less what became whole requests of others. All listeners
-            together: at most _UNFINISHED_BYTES; beyond that the connection with most of it is closed.
+            session. gRPC may hold an unknown part of its next request. That is at most what its connection has received
+            since the stream's last whole request, less the whole requests of other streams. All listeners together:
+            at most _UNFINISHED_BYTES. Above that the connection with the largest part is closed.
 Streams     At most as many calls as a Streams allows may last for long. A new one evicts the one that has waited
             longest for its client, and is refused if none has.
 Bystanders  Health/Watch and reflection: at most _BYSTANDERS calls at a time; a new one evicts the oldest. The evicted
@@ -46,7 +46,7 @@ _BYSTANDERS, _LEAVING = 32, 512
 _LEAVE_S = 1.0  # how long an evicted bystander may still wait for its client
 _RECEIVING_BYTES = 48 * MIB  # of half-received requests; each counts as the longest message
 _UNFINISHED_BYTES = 48 * MIB  # of half-received requests of listeners
-_LITTLE_BYTES = 128 * KIB  # of one connection: looked at no further
+_LITTLE_BYTES = 128 * KIB  # of one connection: ignored below this
 _IDLE_S = 1.0  # how long a stream of requests may be silent before another call may evict it
 
 

@@ -149,7 +149,7 @@ class Front:
     """The relays to one socket of the gRPC server. An instance is a factory of protocols, as aiohttp's server is."""
 
     def __init__(self, address: str, look: Callable[[Relay], None] = lambda relay: None) -> None:
-        """`look`: hears of a connection whenever it has received so much more."""
+        """`look` is called for a connection each time it has received _LOOK_BYTES more."""
         self._address = address  # an abstract name
         self.look = look
         self._number = 0

@@ -25,7 +25,7 @@ from kmq.gateway.grpc.subscription import Subscription, read
 from kmq.message.message import Message
 
 _HELD_BYTES = 64 * MIB
-_MESSAGE, _HEADER = 600, 200  # bytes of memory that each takes beside its content
+_MESSAGE, _HEADER = 600, 200  # bytes of memory that each takes besides its content
 _MOST_WAIT_MS = 60_000
 _Produced, _Fetched = KMQ.messages["ProduceResponse"], KMQ.messages["FetchResponse"]
 
@@ -36,7 +36,7 @@ class KmqV1:
     def __init__(
         self, core: Core, groups: Groups, calls: Calls, streams: Streams, redelivery: Redelivery | None = None
     ) -> None:
-        """`redelivery` None: nothing can be given back, and nothing comes again."""
+        """`redelivery` None: no message can be given back or is delivered again."""
         self._core, self._groups, self._streams, self._redelivery = core, groups, streams, redelivery
         self._longest = calls.longest
         self._held = 0

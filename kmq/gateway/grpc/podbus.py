@@ -22,6 +22,7 @@ from kmq.errors import KmqError
 from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, Budget
 from kmq.gateway.core.broker import RequestRefused, refusal_of
 from kmq.gateway.core.feed import Feed, Record, Watermark
+from kmq.gateway.core.ingress import own_address
 from kmq.gateway.grpc.calls import GrpcCall, Streams, longest_message
 from kmq.gateway.grpc.schema import PODBUS
 from kmq.log.damage import DamageError
@@ -60,6 +61,7 @@ class PodBus:
 
     def _new_producer(self) -> AsyncProducer:
         return AsyncProducer.local(
+            own_address,
             window=SCOPE,
             retry=frozenset(),  # the client hears of a refusal at once, because only the client knows how long to retry
             delivery_timeout_s=_ANSWER_S,

@@ -1,11 +1,11 @@
 """Subscribe: a member of a consumer group, on one stream, and its fetches (kmq/gateway/groups/streaming.py).
 
-Pull        Each fetch is answered by one batch of one partition, in order. Requests behind a fetch are not kept waiting.
-Again       A message that comes again is a batch of its own, with `again`.
-Order       A response is written whole before the next one. When the client leaves, fetches that wait are answered.
-Silence     A stream that breaks does not end the member: whoever joins with its id within the session timeout goes on
-            with its partitions. Only requests are signs of life, not the connection: a program that is stopped loses
-            its partitions after its session timeout, and its stream ends. `leave` ends the member at once.
+Pull        Each fetch is answered by one batch of one partition, in order. Requests after a fetch do not wait for it.
+Again       A redelivered message is a batch of its own, with `again`.
+Order       A response is written whole before the next one. When the client leaves, waiting fetches are answered.
+Silence     A stream that breaks does not end the member: a client that joins with its id within the session timeout
+            continues with its partitions. Only requests are signs of life, not the connection. So a stopped program
+            loses its partitions after its session timeout, and its stream ends. `leave` ends the member at once.
 Memory      One request of at most _MOST_REQUEST bytes. One batch is read at a time, and released when it is written. A
             read reserves COPIES of what it may return, or of the longest message, before it begins. After that only
             what was found counts, until the client has taken it (core/answers.py).
@@ -37,7 +37,7 @@ from kmq.wire.requests import TopicPartition
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
-Shape = Callable[[list[Message]], tuple[Any, int]]  # messages → what is sent, and the bytes of their lines
+Shape = Callable[[list[Message]], tuple[Any, int]]  # messages → the response, and the bytes of their lines
 
 
 async def read(core: Core, longest: int, call: GrpcCall, cursor: Cursor, limit: Limit, shape: Shape) -> tuple[int, Any]:
@@ -68,7 +68,7 @@ _TIMES = {"session_ms": "session_s", "rebalance_ms": "rebalance_s", "max_poll_ms
 class Subscription:
     """One Subscribe. `longest`: of a message, bytes. `write`: returns when the client has room for the response."""
 
-    _reader: Reader  # these as soon as the member has joined
+    _reader: Reader  # set once the member has joined
     _fetches: Fetches
     _rebalances: Rebalances
 
@@ -232,16 +232,20 @@ class Subscription:
         def shape(found: list[Message]) -> tuple[Any, int]:
             batch = _Batch(topic=cursor.place.topic, partition=cursor.place.partition)
             batch.next_offset, batch.end_offset = cursor.offset, cursor.end
+            batch.overtaken = len(cursor.overtaken)
             return batch, values.fill(batch.records, found)
 
+        first = cursor.offset
         count, batch = await read(self._core, self._longest, self._call, cursor, fetch.limit, shape)
         try:
+            self._reader.report_overtaken([cursor])
             if not count:
                 return False
             async with self.turn:
                 if not self._reader.pass_turn(cursor):
                     return False
-                self._reader.delivered([cursor])
+                self._reader.delivered({cursor: first})
+                cursor.overtaken = range(0)
                 await self._write(_Response(request_id=fetch.request_id, batch=batch))
             return True
         finally:

@@ -1,6 +1,6 @@
 """Messages of kmq.v1 (kmq.proto) as the gateway's values, in and out. Every byte and every null stays as it is.
 
-What goes in is checked here, and refused by the name of its field (`bad_field`).
+Requests are checked here, and refused by the name of the wrong field (`bad_field`).
 """
 
 import re
@@ -101,7 +101,7 @@ def limit(given: Any, most_wait_ms: int) -> Limit:
 
 
 def places(given: Iterable[Any]) -> tuple[TopicPartition, ...]:
-    """Return what a list of Partitions names."""
+    """Return the places in a list of Partitions."""
     return tuple(TopicPartition(each.topic, number) for each in given for number in each.partitions)
 
 
@@ -112,7 +112,7 @@ def fill(records: Any, found: Sequence[Message]) -> int:
     """Append messages to a field of Records; return the bytes of their lines."""
     nbytes = 0
     for message in found:
-        # What is None stays unset.
+        # A field that is None stays unset.
         row = records.add(offset=message.offset, key=message.key, value=message.value, timestamp=message.timestamp_ms)
         for name, content in message.headers:
             row.headers.add(name=name, value=content)

@@ -1,8 +1,8 @@
-"""What the console and `kmq top --url` ask for, and what the console may change. kmq/gateway/console does the work.
+"""The console's API, also for `kmq top --url`: what it shows and may change. kmq/gateway/console does the work.
 
-Bounds      _THREADS reads at a time, _WAITING with those that wait, one page of the table of topics at a time, _TABLES
-            with those that wait, _FOLLOWERS topics followed at a time, one replay at a time; none of them takes a thread
-            of consumers.
+Bounds      _THREADS reads at a time, _WAITING including those that wait; one page of the table of topics at a time,
+            _TABLES including those that wait; _FOLLOWERS topics followed at a time; one replay at a time. None of them
+            takes a thread of consumers.
 End         A stream of `follow` ends when its client goes, reads nothing for KMQ_LINE_DEADLINE, has had it for
             _FOLLOWED_S (a token may have been revoked), or the gateway stops.
 """
@@ -50,7 +50,7 @@ class Console:
         self._dead = DeadLetters(core.partitions)
         self._admin = GroupAdmin(groups, core.partitions, core.fetching)
         self._threads = ThreadPoolExecutor(_THREADS, "console-reads")
-        self._replays = ThreadPoolExecutor(2, "replays")  # the second one refuses
+        self._replays = ThreadPoolExecutor(2, "replays")  # the second one refuses a second replay
         self.following = self.reading = self.listing = 0
         self.handlers = {
             "overview": self.overview,
@@ -212,7 +212,7 @@ def _encoded(line: dict[str, Any] | None) -> bytes:
 
 
 def where_to(to: Any) -> Position | dict[int, int]:
-    """Return where a group's offsets go, as a checked body says it."""
+    """Return the target of a group's offsets, from a checked body."""
     if isinstance(to, str):
         return Position(to)
     if "timestamp" in to:

@@ -1,13 +1,12 @@
-"""One request over HTTP and its answer: how long it keeps the gateway waiting, what it holds, and how it is sent.
+"""One HTTP request and its answer: how long the client keeps the gateway waiting, the memory it holds, and sending it.
 
-Memory      A large answer counts for the budget of all answers (kmq/gateway/core/answers.py) until its client has taken
+Memory      A large answer counts in the budget of all answers (kmq/gateway/core/answers.py) until its client has taken
             it. It is sent piece by piece, so the transport holds no second copy of it.
 Arrival     An answer is known to have arrived when the client sends its next request on the connection, or closes it in
-            order after it has taken every byte (a client that has not read all resets it). That the kernel of the
-            client, or of a proxy, has the bytes proves nothing.
-Wait        A call that waits for messages costs a connection and nothing else. At the limit of connections the one that
-            has waited longest is answered at once, and its connection is closed, to make room for a newcomer
-            (ports.py).
+            order after it has taken every byte (a client that has not read all resets it). It proves nothing that the
+            kernel of the client, or of a proxy, has the bytes.
+Wait        A call that waits for messages costs only a connection. At the limit of connections the call that has waited
+            longest is answered at once, and its connection is closed, to make room for a new one (ports.py).
 """
 
 import asyncio
@@ -32,7 +31,7 @@ Outcome = Callable[[bool], None]
 
 
 class HttpConnection(asyncio.Protocol):
-    """Between a connection and its handler in aiohttp: it notes whether the last answer has arrived."""
+    """Stands between a connection and its handler in aiohttp, and notes whether the last answer has arrived."""
 
     def __init__(self, handler: web.RequestHandler) -> None:
         self.handler = handler
@@ -55,7 +54,7 @@ class HttpConnection(asyncio.Protocol):
         self.handler.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        self._settle(True)  # what was there before the whole answer was sent came before `answered`
+        self._settle(True)  # data received before the whole answer was sent came before `answered`
         self.handler.data_received(data)
 
     def eof_received(self) -> None:
@@ -84,18 +83,18 @@ def _unacknowledged(transport: Any) -> int:
 
 
 class Exchange(BudgetHolder):
-    """A request that is being served or answered. `since`: when the client was sent a piece that it has not taken."""
+    """A request being served or answered. `since`: when the client was sent the piece that it has not taken yet."""
 
     def __init__(self, transport: asyncio.Transport | None) -> None:
         super().__init__()
         self._transport = transport
-        self.polls_since = 0.0  # when it began to wait for messages; 0: it does not
+        self.polls_since = 0.0  # when it began to wait for messages; 0: it does not wait
         self.gives_way = False
         self.interrupt = asyncio.Event()  # ends a wait for messages
 
     @property
     def is_over(self) -> bool:
-        """Return True if nobody needs more messages: the client has gone, or its place is needed."""
+        """Return True if no more messages are needed: the client has gone, or its connection is needed."""
         return self.gives_way or self._transport is None or self._transport.is_closing()
 
     @contextmanager
@@ -108,7 +107,7 @@ class Exchange(BudgetHolder):
             self.polls_since = 0.0
 
     def give_way(self) -> None:
-        """Answer a call that waits for messages now, and close the connection after that."""
+        """Answer a call that waits for messages now, and then close the connection."""
         self.gives_way = True
         self.interrupt.set()
 
@@ -136,12 +135,12 @@ class Exchange(BudgetHolder):
         self.since = 0.0
 
     async def _follow(self, request: web.Request, keep_alive: bool, outcome: Outcome) -> None:
-        """Report what becomes of an answer. A connection that ends here lets its client close it first."""
+        """Report the outcome of an answer. If the connection ends here, the client gets time to close it first."""
         transport = request.transport
         if transport is None:
             return outcome(False)
         connection = transport.get_protocol()
-        if not isinstance(connection, HttpConnection):  # nobody watches it
+        if not isinstance(connection, HttpConnection):  # its arrival is not observed
             return outcome(True)
         is_known = asyncio.Event()
 
@@ -176,7 +175,7 @@ def exchanging(answers: Budget) -> Any:
     @web.middleware
     async def exchanged(request: web.Request, handler: WebHandler) -> web.StreamResponse:
         current = Exchange(request.transport)
-        READER.set(current)  # a connection has a task, which serves one request after the other
+        READER.set(current)  # a connection has one task, which serves its requests in turn
         try:
             response = await handler(request)
             if current.gives_way:

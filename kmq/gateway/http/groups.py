@@ -1,11 +1,13 @@
-"""Consumer groups over HTTP: members that consume, commit and beat by requests, and groups as people look after them.
+"""Consumer groups over HTTP: members that consume, commit and beat by requests, and administration of groups.
+
+    GET /api/topics/orders/consume?group=etl    → {"messages": […], "generation": 1, "assignment": […]}
 
 Without `member=` all callers of a group are one member. A member beats by consuming.
 
 Lost        An answer that breaks off, or that the client does not read within KMQ_LINE_DEADLINE, counts as not given:
             the member's next call begins with the same messages. If it is not known whether an answer has arrived
-            (exchange.py), the next call goes on behind it, and what a commit goes beyond comes again (polling.py).
-            What was not committed comes again when the member's session has ended.
+            (exchange.py), the next call continues after it. If a commit passes its messages, they are delivered again
+            (polling.py). Messages that were not committed are delivered again when the member's session has ended.
 """
 
 import json
@@ -37,7 +39,7 @@ _ALONE = ("partition", "offset", "timestamp", "from")  # parameters of a call wi
 
 
 class _Batch(NamedTuple):
-    """What a member is given: messages, and by how much its cursors moved. `again`: those that were given back."""
+    """The messages for a member, and by how much its cursors moved. `again`: redelivered ones."""
 
     moves: list[Move]
     again: list[DueMessage]
@@ -71,7 +73,7 @@ class GroupCalls:
     # --- consuming ---------------------------------------------------------------------------------------------------
 
     async def consume(self, call: HttpCall) -> web.Response:
-        """Give a member its next messages of a topic; it joins if it is no member."""
+        """Give a member its next messages of a topic. It joins first if it is not a member."""
         query, topic = call.query, call.path["topic"]
         for name in _ALONE:
             if query[name] is not None:
@@ -88,7 +90,7 @@ class GroupCalls:
                     return await self._poll(call, poller, topic, limit)
                 except RequestRefused:
                     if poller.ended in ("", "fenced", "unknown_member"):
-                        raise  # else the session of this member has ended, and it joins again
+                        raise  # otherwise the member's session has ended, and it joins again
 
     async def _poll(self, call: HttpCall, poller: Poller, topic: str, limit: Limit) -> web.Response:
         deadline = time.monotonic() + limit.wait_s
@@ -108,7 +110,7 @@ class GroupCalls:
                         return answer
                     if time.monotonic() >= deadline:
                         break
-                    # Look again for a message that becomes due, or to give a sign of life.
+                    # Look again in time for a message that becomes due, or for a sign of life.
                     due_s = poller.reader.wait_s(poller.reader.cursors.values())
                     until = min(deadline, time.monotonic() + min(_BEAT_S, due_s))
                     await self._fetching.wait(cursors, until, watcher, lambda: current.is_over)
@@ -119,15 +121,17 @@ class GroupCalls:
         finally:
             poller.watchers.discard(watcher)
         poller.sent([], Answer({}, ()))  # it shows positions
+        for cursor in cursors:
+            cursor.overtaken = range(0)
         return answer
 
     async def _read(
         self, call: HttpCall, poller: Poller, topic: str, limit: Limit
     ) -> tuple[list[Cursor], _Batch | None, web.Response]:
-        """Return the cursors that may have new messages, what is given if there are messages, and the answer."""
+        """Return the cursors that may have new messages, the messages to deliver, if any, and the answer."""
         async with poller.lock:
             reader, cursors = poller.reader, {cursor.place: cursor for cursor in await poller.turn(topic)}
-            # Before anything else is waited for: what is revoked meanwhile is in this answer, and its call gives it up next.
+            # Before any other wait. What is revoked during a wait is in this answer, and the next call gives it up.
             more = f'"generation":{poller.generation},"assignment":{json.dumps(_places(poller.assigned))}'
             poller.keep_near(cursors)
             before = {place: cursor.offset for place, cursor in cursors.items()}
@@ -148,26 +152,27 @@ class GroupCalls:
 
             try:
                 _, (new, answer) = await self._fetching.read(wanted, Limit(*room), shape)
+                reader.report_overtaken(wanted)
             except RequestRefused as err:
                 reader.take_back(again)
                 if err.code == "unknown_topic":
-                    poller.close(topic)  # the next call reads what has its name now
+                    poller.close(topic)  # the next call reads the topic that has its name now
                 raise
             after = {place: cursor.offset for place, cursor in cursors.items()}
             reader.shown(again, after)
-            reader.delivered([cursor for place, cursor in cursors.items() if cursor.offset > before[place]])
+            reader.delivered({each: before[at] for at, each in cursors.items() if each.offset > before[at]})
             shown = {each.place for each in again}
             moves = [
-                Move(place, cursor, before[place], cursor.offset)
+                Move(place, cursor, before[place], cursor.offset, cursor.overtaken)
                 for place, cursor in cursors.items()
                 if cursor.offset > before[place] or place in shown
             ]
         return fresh, _Batch(moves, again, new) if new or again else None, answer
 
     async def _send(self, call: HttpCall, answer: web.Response, poller: Poller, given: _Batch) -> None:
-        """Send an answer with messages. If the client has gone, the member is given them again by its next call.
+        """Send an answer with messages. If the client has gone, its member's next call gets them again.
 
-        They count as delivered only when they have arrived: a call beside this one would commit them unread.
+        They count as delivered only when they have arrived. Otherwise a parallel call would commit them unread.
         """
         sent = Answer(given.new, ((each.place, each.message.offset) for each in given.again))
         outcome = poller.sent(given.moves, sent, bool(call.query["autoCommit"]))
@@ -225,6 +230,7 @@ class GroupCalls:
         body, topic = await read_body(self._bodies, call, "Nack"), call.path["topic"]
         group, partition = body["group"], body["partition"]
         place = TopicPartition(topic, partition)
+        self._groups.check_redelivery(group, place)
         if "member" in body or "generation" in body:
             await self._groups.check_commit(group, body.get("member", SHARED), body.get("generation"), [place])
         delay_s = body.get("delayMs", 0) / 1000
@@ -264,6 +270,7 @@ class GroupCalls:
                 "lag": row.lag,
                 "lagSeconds": round(row.lag_s, 3),
                 "nacked": row.nacked,
+                "overtaken": row.overtaken,
             }
             for row in lags
         ]

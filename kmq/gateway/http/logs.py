@@ -91,7 +91,7 @@ class LogCalls:
         app.on_cleanup.append(self._close)
 
     async def _stop(self, app: web.Application) -> None:
-        for task in self._sending:  # otherwise a slow reader of a long response would delay the end
+        for task in self._sending:  # otherwise a slow reader of a long response would delay the stop
             if task is not None:
                 task.cancel()
 
@@ -176,7 +176,7 @@ class LogCalls:
         if topic == WAL:
             return 1
         found = self._bounds.declared(topic)[0] if record.is_topic_name(topic) else 0
-        # Behind the read: a data directory that goes meanwhile reads as a topic of one partition.
+        # After the read: if the data directory goes meanwhile, its topic reads as one with one partition.
         if found and isdir(f"{self._data}/topics/{topic}"):
             return found
         check_data(self._data)
@@ -186,11 +186,11 @@ class LogCalls:
         if topic != WAL:
             return self._bounds.of(topic, partition)
         log = reader.wal(self._data)
-        end = self._readable_end(WAL)  # before first_offset: what retention deletes in between counts as deleted
+        end = self._readable_end(WAL)  # read before first_offset, so that records deleted in between count as deleted
         return min(log.first_offset, end), end
 
     def _readable_end(self, topic: str) -> int:
-        """Return the offset beyond which nothing may be read; a partition is limited by its own end alone."""
+        """Return the offset at which reading must stop. A partition is limited only by its own end."""
         if topic != WAL:
             return END
         self._durable = max(
@@ -264,7 +264,7 @@ class LogCalls:
                 async with asyncio.timeout(self._settings.line_deadline):
                     await _sendfile(request, span)
                 span = await self._run(asked.take)
-        except (DamageError, OSError, TimeoutError):  # the response is shorter than announced, so the reader notices
+        except (DamageError, OSError, TimeoutError):  # the response is shorter than announced, which the reader notices
             pass
         if span is not None and request.transport is not None:
             request.transport.close()

@@ -1,19 +1,19 @@
 """Messages over HTTP: as JSON, consumed from a partition, produced to a topic.
 
-Forms       Without format= the key and header values are text and the value is base64; format=text and format=base64 have
-            one of these for all three, and with format=json the value is any JSON. Every byte and every null comes back
-            as it was given: what a form cannot show is base64 (or text, where it is only no JSON), and `keyEncoding`,
-            `encoding` or the header's `encoding` says so. The same fields are taken. Headers are an object, or a list
-            where an object cannot say them: a name twice, a null, bytes.
+Forms       Without format= the key and header values are text and the value is base64. format=text and format=base64
+            use one of these for all three. With format=json the value is any JSON. Every byte and every null is
+            returned as it was given: what a form cannot show is base64 (or text, if it is only not JSON), and
+            `keyEncoding`, `encoding` or the header's `encoding` says so. Requests may use the same fields. Headers are
+            an object, or a list where an object cannot hold them: a name twice, a null, bytes.
 Consume     GET /api/topics/{topic}/consume: messages of one partition, from an offset or a time on; with group= those
             of a member (groups.py).
 Produce     POST /api/topics/{topic}/produce: one message, {"messages": […]}, or a message a line (NDJSON). A body of
             bytes or plain text is one value; with format=raw each line, or each item of a JSON list, is one.
-            A request with a wrong field is refused whole, and nothing of it is stored. What the broker then refuses of
-            a batch is an error in the results, unless it refused all for one reason that passes, such as a full disk:
-            that is the answer. Who sends lists with format=raw reads no results (log shippers): any reason is the
-            answer, first one that passes, so that they send again. Only a value that is too long is no reason: it
-            goes to the dead letters, as at an intake.
+            A request with a wrong field is refused whole, and nothing of it is stored. If the broker then refuses
+            messages of a batch, the results have the errors, unless it refused all for one temporary reason, such as a
+            full disk: then that is the answer. A client that sends lists with format=raw reads no results (log
+            shippers). So any refusal is its answer, a temporary one first, so that it sends again. A value that is only
+            too long is not refused: it goes to the dead letters, as at an intake.
 """
 
 import json
@@ -44,7 +44,7 @@ from kmq.wire.requests import Position
 
 # --- messages out -----------------------------------------------------------------------------------------------------
 
-Shown = tuple[str, str]  # as JSON, and its encoding where that is not the form's
+Shown = tuple[str, str]  # as JSON, and its encoding if that differs from the form's
 Show = Callable[[bytes | None], Shown]
 
 
@@ -67,7 +67,7 @@ def _json(value: bytes | None) -> Shown:
         is_shown = json.loads(text, parse_constant=refuse_constant) is not None
     except (ValueError, RecursionError):
         is_shown = False
-    if not is_shown:  # no JSON, or the text null, which is not the null of a message without a value
+    if not is_shown:  # not JSON, or the text null, which is not the null of a message without a value
         shown, encoding = _text(value)
         return shown, encoding or "text"
     return (_SPACE.sub(lambda found: found[1] or "", text) if "\n" in text or "\r" in text else text), ""
@@ -78,15 +78,15 @@ _SHOW: Mapping[str | None, Show] = {None: _base64, "base64": _base64, "text": _t
 
 
 def writer(form: str | None) -> Callable[..., str]:
-    """Return what writes the messages of one answer as JSON objects, each on one line.
+    """Return a function that writes the messages of one answer as JSON objects, each on one line.
 
-    Its arguments are a message, and how often it was delivered; 0: it was not given back. Keys, headers and times come
-    again and again, and making them takes most of the time: those of one answer are kept.
+    Its arguments are a message and its number of deliveries; 0: it was not given back. Keys, headers and times repeat,
+    and making them takes most of the time, so those of one answer are cached.
     """
     show, show_value = _base64 if form == "base64" else _text, _SHOW[form]
     keys: dict[bytes, str] = {}  # by routing key
     tails: dict[bytes, str] = {}  # headers, by what follows the id in its field
-    times: dict[bytes, int] = {}  # by the producer's time, where that is one
+    times: dict[bytes, int] = {}  # by the producer's time, if there is one
 
     def dump(message: Message, deliveries: int = 0) -> str:
         _, _, routing_key, time, id, _ = message.fields
@@ -142,6 +142,9 @@ def load(item: object, form: str | None, where: str = "", more: Iterable[str] = 
             return NewMessage(None, _READ[form or "base64"](value, f"{where}.value" if where else "value"))
     if isinstance(item, KeyError):
         raise bad_field(f"{where}.{item.args[0]}" if where else item.args[0], "is given twice")
+    if isinstance(item, dict) and "records" in item and "value" not in item:
+        shape = '{"messages": [{"key": "k", "value": "v"}]}'
+        raise bad_field(f"{where}.records" if where else "records", f"is the form of Kafka's REST proxy; here: {shape}")
     if not isinstance(item, dict) or not (item.keys() <= _NAMES and "value" in item):
         item = {name: value for name, value in item.items() if name not in more} if isinstance(item, dict) else item
         check(_NEW, item, where)
@@ -217,14 +220,14 @@ def _read_json(value: object, where: str) -> bytes | None:
 
 _READ = {"base64": _read_base64, "text": _read_text, "json": _read_json}
 
-# In a value that is JSON a number with a fraction keeps its digits: it comes out of the parse as bytes, which no field takes
-# for a text, and is written as a text behind a word that no client can know, and then without the quotes.
+# In a JSON value a number with a fraction keeps its digits. The parse makes it bytes, which no field accepts as text.
+# It is written as text after a word that no client can know, and then the quotes are removed.
 _NUMBER = secrets.token_hex(16)
 _NUMBERS = re.compile(f'"{_NUMBER}([^"]*)"')
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | KeyError:
-    """Return an object of JSON; as an error that is not raised where a name stands twice: who reads it knows where."""
+    """Return a JSON object. For a repeated name return (not raise) an error, because the caller knows the place."""
     found = dict(pairs)
     if len(found) == len(pairs):
         return found
@@ -275,9 +278,12 @@ def response(
         headers = {}
         if len(cursors) == 1:
             headers = {"KMQ-Next-Offset": str(cursors[0].offset), "KMQ-End-Offset": str(cursors[0].end)}
+        if overtaken := sum(len(cursor.overtaken) for cursor in cursors):
+            headers["KMQ-Overtaken"] = str(overtaken)
         return web.Response(text="".join(f"{each}\n" for each in shown), content_type=NDJSON, headers=headers)
     places = (
-        f'{{"partition":{cursor.partition.number},"offset":{cursor.offset},"endOffset":{cursor.end}}}'
+        f'{{"partition":{cursor.partition.number},"offset":{cursor.offset},"endOffset":{cursor.end}'
+        + (f',"overtaken":{len(cursor.overtaken)}}}' if cursor.overtaken else "}")
         for cursor in cursors
     )
     text = f'{{"messages":[{",".join(shown)}],"positions":[{",".join(places)}],{more}}}'
@@ -285,7 +291,7 @@ def response(
 
 
 def position(query: Mapping[str, Any], otherwise: str) -> Position:
-    """Return where to begin; `otherwise`: if the query does not say it. Raises RequestRefused."""
+    """Return where to begin. `otherwise`: if the query does not say it. Raises RequestRefused."""
     names = [name for name in ("offset", "seq", "timestamp", "from") if name in query]
     given = [name for name in names if query[name] is not None]
     if len(given) > 1:
@@ -316,9 +322,9 @@ _IN_QUERY = ("key", "partition", "id")
 
 
 class ProduceRequest(NamedTuple):
-    """What a request asks to store. `shape`: how the answer is written: one, batch or lines.
+    """A request to store messages. `shape`: of the answer: one, batch or lines.
 
-    `is_raw`: its sender knows nothing of the results that an answer holds.
+    `is_raw`: the client does not read the results in an answer.
     """
 
     messages: list[NewMessage]
@@ -382,7 +388,7 @@ class MessageCalls:
     async def _parse(self, call: HttpCall, body: bytes) -> ProduceRequest:
         form, kind = call.query["format"], call.request.headers.get("Content-Type") and call.request.content_type
         given = {name: call.query[name] for name in _SENDING if call.query[name] is not None}
-        if kind in BYTES or (form == "raw" and kind not in (JSON, NDJSON)):  # without a type it was always JSON
+        if kind in BYTES or (form == "raw" and kind not in (JSON, NDJSON)):  # a body without a type was always JSON
             return _checked([_of_query(call)._replace(value=body)], "one", given)
         if form == "raw":
             shape, read = ("lines", _raw_lines) if kind == NDJSON else ("batch", _raw_items)
@@ -413,7 +419,7 @@ class MessageCalls:
 
 
 def _of_query(call: HttpCall, is_one: bool = True) -> NewMessage:
-    """Return a message without a value, which is the body: its key, partition and id stand in the query."""
+    """Return a message whose value is the body. Its key, partition and id are in the query."""
     query = call.query
     if query["id"] is not None and not is_one:
         raise bad_field("id", "is for a body that is one value; this one holds many")
@@ -454,7 +460,7 @@ def _lines(body: bytes, form: str | None, parse: Callable[..., Any]) -> list[New
 
 
 def _checked(messages: list[NewMessage], shape: str, given: dict[str, Any]) -> ProduceRequest:
-    """Return the request if its ids fit its producer. Raises RequestRefused."""
+    """Return the request if its ids match its producer. Raises RequestRefused."""
     for name in given:
         check(SCHEMAS["BatchProduce"]["properties"][name], given[name], name)
     producer = given.get("producer", "")
@@ -470,7 +476,7 @@ def _is_number(id: str | None) -> bool:
 
 
 def _too_long(messages: Sequence[NewMessage], outcomes: Sequence[Outcome]) -> list[bytes]:
-    """Return the values that are too long for a message. Raises any other refusal, one that passes before one for good."""
+    """Return the values that are too long for a message. Raises any other refusal, a temporary one first."""
     refused = [
         (each, message.value)
         for each, message in zip(outcomes, messages, strict=True)

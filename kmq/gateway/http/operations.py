@@ -59,7 +59,9 @@ _WHERE = (
     Parameter("key", text("only messages with this key")),
     Parameter("value", text("only messages with this somewhere in their value, byte for byte")),
     Parameter("header", text("only messages with this header: its name, or name=value")),
-    Parameter("timestamp", text("from the first message received then: ms since the epoch, or RFC 3339")),
+    Parameter(
+        "timestamp", text("from the first message with this timestamp or a later one: ms since the epoch, or RFC 3339")
+    ),
     Parameter("from", text("earliest, or latest (default): the last messages", enum=["earliest", "latest"])),
     Parameter("limit", number("at most so many", least=1, most=500), 50),
 )
@@ -249,7 +251,10 @@ MESSAGES = (
             Parameter("autoCommit", flag("the next call commits this one's"), False),
             Parameter("partition", PATH_SCHEMAS["partition"]),
             Parameter("offset", number("read from this offset on")),
-            Parameter("timestamp", text("from the first message received then: ms since the epoch, or RFC 3339")),
+            Parameter(
+                "timestamp",
+                text("from the first message with this timestamp or a later one: ms since the epoch, or RFC 3339"),
+            ),
             Parameter("from", text("earliest (default) or latest", enum=["earliest", "latest"])),
             Parameter("maxMessages", number("at most so many", least=1, most=10_000), 100),
             Parameter("maxBytes", number("about so many bytes, or one message", least=1, most=8 << 20), 1 << 20),
@@ -274,7 +279,7 @@ GROUPS = (
         "Give a message back: it is delivered again, and after maxDeliveries it is a dead letter",
         Reply("on disk", ref("Nacked")),
         body="Nack",
-        errors=f"{_JOINING} {_WRITING} unknown_group out_of_range too_long",
+        errors=f"{_JOINING} {_WRITING} unknown_group kafka_owner out_of_range too_long",
     ),
     _op(
         "POST /api/topics/{topic}/seek",

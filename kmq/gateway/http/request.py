@@ -68,7 +68,7 @@ def or_null(schema: Schema) -> dict[str, Any]:
 
 JSON, NDJSON = "application/json", "application/x-ndjson"
 BYTES = ("application/octet-stream", "text/plain")  # a body that is one value
-# What any operation may answer.
+# Codes that any operation may answer.
 COMMON = ("bad_field", "unauthorized", "forbidden", "cross_site", "not_ready", "internal", "damaged")
 
 
@@ -139,7 +139,7 @@ RUNNER: dict[str, Any] = {"auto_decompress": False}
 
 
 class Bodies:
-    """All bodies that are held now."""
+    """All request bodies that are held now."""
 
     def __init__(self, settings: Settings) -> None:
         self.most_bytes = max(_MOST_BYTES, _BASE64 * settings.max_line)
@@ -221,7 +221,7 @@ def parse_json(text: bytes, where: str = "", deep: str = "", **hooks: Any) -> An
 
 
 def refuse_constant(name: str) -> None:
-    """Refuse NaN and Infinity, which Python's parser takes."""
+    """Refuse NaN and Infinity, which Python's parser accepts."""
     raise ValueError(f"{name} is no number of JSON")
 
 
@@ -267,7 +267,7 @@ def damaged(err: DamageError) -> RequestRefused:
 
 @web.middleware
 async def refuse_unknown_paths(request: web.Request, handler: WebHandler) -> web.StreamResponse:
-    """Answer for paths and methods that no route has in the shape of every other error."""
+    """Answer paths and methods without a route in the form of every other error."""
     try:
         return await handler(request)
     except web.HTTPMethodNotAllowed as err:
@@ -289,10 +289,10 @@ async def refuse_unknown_paths(request: web.Request, handler: WebHandler) -> web
 
 
 class Caller:
-    """Who sent a request; kmq/gateway/access.py finds it out before the handlers run.
+    """The sender of a request. kmq/gateway/access.py identifies it before the handlers run.
 
-    `name`: of the token, "" without one; `may_change`: replay and reset are allowed. A handler sets `is_dry_run` when it
-    changes nothing.
+    `name`: of the token, "" without one; `may_change`: replay and reset are allowed. A handler sets `is_dry_run` when
+    it changes nothing.
     """
 
     __slots__ = ("is_dry_run", "may_change", "name", "roles")
@@ -311,5 +311,5 @@ CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)  # of the
 
 
 def caller() -> Caller:
-    """Return who sent the request. If access control is off, return a read-only caller."""
+    """Return the sender of the request. If access control is off, return a read-only caller."""
     return CALLER.get() or Caller("", frozenset(), may_change=False)

@@ -125,7 +125,7 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         group=text("a group"),
         state=text("what it waits for"),
         members=number("how many"),
-        lag=number("messages that are not committed"),
+        lag=number("messages that are not committed, or were given back"),
         lag_seconds=or_null(decimal("since the oldest of them was received; null: not known")),
         as_of=AS_OF,
     ),
@@ -240,6 +240,7 @@ _OPTIONS: dict[str, Schema] = {
     "deleteRetentionMs": _limit("age in ms up to which compaction keeps a message without a value"),
     "maxDeliveries": _limit("deliveries after which a message that is given back becomes a dead letter"),
     "messageTimestampType": _TIMESTAMPS,
+    "kafkaSettings": text("settings that Kafka's clients gave the topic, of no effect here: name=value;name=value"),
 }
 _PARTITIONER = text("how a key decides on the partition; new topics: murmur2", enum=[*PARTITIONERS])
 _CHANGES = {name: or_null(schema) for name, schema in _OPTIONS.items()}
@@ -358,9 +359,13 @@ SCHEMAS: dict[str, Schema] = {
     "Results": record(results=array(ref("Result"))),
     "Accepted": record(accepted=number("messages sent, without confirmation")),
     "Position": record(
+        ["partition", "offset", "endOffset"],
         partition=number("its number"),
         offset=number("the next to read"),
         endOffset=number("of the partition's next message"),
+        overtaken=number(
+            "messages that were deleted before the group had read them, since its last answer; absent: none"
+        ),
     ),
     "Consumed": record(
         ["messages", "positions"],
@@ -399,7 +404,7 @@ SCHEMAS: dict[str, Schema] = {
     "Seek": record(group=_GROUP, to={"anyOf": [_WHERE, ref("SeekTime"), ref("Offsets")]}),
     "SeekTime": {
         **record(timestamp={"anyOf": [number("ms since the epoch"), text("RFC 3339")]}),
-        "description": "the first message received at a time",
+        "description": "the first message with that timestamp or a later one",
     },
     "JoinGroup": record(
         ["topics"],
@@ -425,9 +430,10 @@ SCHEMAS: dict[str, Schema] = {
         partition=number("its number"),
         committed=or_null(number("the next offset to read; null: nothing is committed")),
         end=number("of the partition's next message"),
-        lag=number("messages that are not committed"),
+        lag=number("messages that are not committed, or were given back before the committed offset"),
         lagSeconds={"type": "number", "description": "since the first of them was received"},
         nacked=number("messages that were given back, and wait to be delivered again or committed"),
+        overtaken=number("messages that were deleted before the group had read them, since the gateway's start"),
     ),
     **CONSOLE_SCHEMAS,
 }
@@ -437,7 +443,7 @@ SCHEMAS: dict[str, Schema] = {
 
 
 def resolve(schema: Schema) -> Schema:
-    """Return the schema that a reference names."""
+    """Return the schema to which a reference points."""
     return SCHEMAS[schema["$ref"].removeprefix(REF)] if "$ref" in schema else schema
 
 

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 import kmq
-from kmq.broker.health import Finding, Verdict
+from kmq.broker.concerns import Finding
+from kmq.broker.health import Verdict
 from kmq.broker.stats import REPLICA
 from kmq.gateway.console.overview import ConsoleOverview
 from kmq.gateway.core import metrics
@@ -109,7 +110,7 @@ class Topics:
         return web.json_response(self._summary(topic) | {"partitions": sizes}, status=status)
 
     def _copies(self) -> int:
-        """Return how many brokers keep each message: in a shard all of them, as the register says."""
+        """Return how many brokers keep each message: in a shard all of them, according to the register."""
         return max(1, self._row.brokers) if self._is_of_shard else 1
 
     def _summary(self, topic: TopicState) -> dict[str, Any]:
@@ -215,11 +216,11 @@ def _document(name: str) -> _File:
 
 
 def render(text: str, names: Collection[str]) -> str:
-    """Return a document (Markdown) as a page, without what its tests are told by comments.
+    """Return a document (Markdown) as a page, without the comments for its tests.
 
-    HTML in it is shown as text, and so are links to files not in `names`.
+    HTML in it is shown as text, and so are links to files that are not in `names`.
     """
-    from markdown_it import MarkdownIt  # which rich brings; only who reads a document pays for it
+    from markdown_it import MarkdownIt  # comes with rich; loaded only to render a document
 
     parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     tokens = parser.parse(re.sub(r"(?m)^<!--.*?-->\n", "", text))
@@ -325,7 +326,7 @@ def monitoring(broker: Broker, requests: Requests, answers: Budget) -> web.Appli
 
 
 async def _guard(request: web.Request, response: web.StreamResponse) -> None:
-    """Make an answer what it says it is: no stored bytes are ever run as a script, and no page has code of its own."""
+    """Enforce the declared type of an answer: stored bytes never run as a script, and no page has code of its own."""
     headers = HEADERS if response.content_type == "text/html" else {"X-Content-Type-Options": "nosniff"}
     for name, value in headers.items():
         response.headers.setdefault(name, value)

@@ -1,12 +1,15 @@
-"""Who a client of Kafka is, and what it may do: SASL, and the roles of its token.
+"""Access of Kafka clients: SASL, and the roles of a client's token.
+
+    SaslHandshake PLAIN, then SaslAuthenticate with user "any", password <token>    → error 0; may do what its role may
 
 PLAIN       The password is a token of KMQ_TOKENS; the user's name may be any.
-SCRAM       The user is a name of KMQ_TOKENS, the password its token, of those that were made for it (kmq/access/scram.py).
-Steps       SaslHandshake names the mechanism. After its version 1 each step is a SaslAuthenticate request; after version
-            0, which old clients send, a step is the bytes of SASL alone behind their length, and so is the answer.
-Invariant   A client that fails is told so, and its connection ends: a connection has one try. A client that has shown its
-            token shows no other one on that connection.
-Open        Without KMQ_TOKENS nobody need show anything, and every token is taken: clients need no other configuration.
+SCRAM       The user is a name of KMQ_TOKENS, the password its token. Only for tokens prepared for it
+            (kmq/access/scram.py).
+Steps       SaslHandshake names the mechanism. After its version 1 each step is a SaslAuthenticate request. After
+            version 0, which old clients send, a step is only the length and bytes of SASL, and so is the answer.
+Invariant   A client that fails is told so, and its connection ends: a connection has one try. A client that has shown
+            its token cannot show another one on that connection.
+Open        Without KMQ_TOKENS no token is needed, and every token is accepted: clients need no other configuration.
 """
 
 from collections.abc import Mapping
@@ -18,7 +21,7 @@ from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import Call, Chapter, Connection, Handler
 from kmq.gateway.kafka.wire import ErrorCode, Fields, Key
 
-BEFORE = (Key.API_VERSIONS, Key.SASL_HANDSHAKE, Key.SASL_AUTHENTICATE)  # is served to clients that are not known yet
+BEFORE = (Key.API_VERSIONS, Key.SASL_HANDSHAKE, Key.SASL_AUTHENTICATE)  # served before a client has shown a token
 _BY_HAND = (Key.PRODUCE, Key.FETCH)  # their chapters ask `may` themselves, and refuse each partition
 _MECHANISMS = ("PLAIN", *scram.MECHANISMS)
 _BARE = 0  # version of SaslHandshake after which no step has a header
@@ -37,26 +40,26 @@ _FORBIDDEN: Mapping[Key, ErrorCode] = {
     **dict.fromkeys((Key.DELETE_GROUPS, Key.OFFSET_DELETE), _GROUP),
 }  # any other one: _CLUSTER
 _TRANSACTIONS = 1  # key_type of FindCoordinator: what a producer asks for
-_OF_TRANSACTIONS = (Key.ADD_PARTITIONS_TO_TXN, Key.DESCRIBE_TRANSACTIONS)  # which name the id in another place
+_OF_TRANSACTIONS = (Key.ADD_PARTITIONS_TO_TXN, Key.DESCRIBE_TRANSACTIONS)  # these have the id in another field
 
 
 class _NotKnown(Exception):
-    """The client has not shown who it is. The text may be told to it."""
+    """The client has not shown a valid token. The text may be sent to it."""
 
 
 class _Dialog:
-    """How far a client has shown who it is."""
+    """The state of a client's SASL exchange."""
 
     def __init__(self) -> None:
-        self.mechanism = ""  # which it has named
+        self.mechanism = ""  # named by the client
         self.is_bare = False
         self.has_failed = self.is_done = False
         self.exchange: scram.ScramExchange | None = None  # once it has begun
-        self.holders: list[roles.Holder] = []  # who may turn out to be the client
+        self.holders: list[roles.Holder] = []  # token holders that may be the client
 
 
 class AccessChapter(Chapter):
-    """Knows who is at the other end of each connection."""
+    """Knows the token holder of each connection."""
 
     def __init__(self, tokens: Tokens | None, strangers: Strangers) -> None:
         self._tokens, self._strangers = tokens, strangers
@@ -73,7 +76,7 @@ class AccessChapter(Chapter):
     # --- roles -------------------------------------------------------------------------------------------------------
 
     def refusal(self, call: Call) -> Fields | None:
-        """Return the response to what this client may not do; None if it may."""
+        """Return the refusal of a request that this client may not send; None if it may."""
         key = Key(call.header.key)
         needed = key
         if key == Key.FIND_COORDINATOR and getattr(call.body, "key_type", 0) == _TRANSACTIONS:
@@ -90,12 +93,12 @@ class AccessChapter(Chapter):
     # --- SASL --------------------------------------------------------------------------------------------------------
 
     def has_failed(self, connection: Connection) -> bool:
-        """Return True for a client that was refused: nothing more is received from it."""
+        """Return True for a client that was refused: no more data is received from it."""
         dialog = self._dialogs.get(connection)
         return dialog is not None and dialog.has_failed
 
     def is_bare(self, connection: Connection) -> bool:
-        """Return True if what comes next has no header."""
+        """Return True if the next frame has no header."""
         dialog = self._dialogs.get(connection)
         return dialog is not None and dialog.is_bare and not dialog.is_done
 
@@ -121,7 +124,7 @@ class AccessChapter(Chapter):
         return {"error_code": code, "error_message": refused or None, "auth_bytes": reply}
 
     def bare(self, connection: Connection, frame: bytes) -> bytes:
-        """Return the answer to a step without a header. Raises ConnectionAbortedError: nothing can be told, as in Kafka."""
+        """Return the answer to a step without a header. Raises ConnectionAbortedError if it fails, as Kafka does."""
         reply, refused = self._step(connection, self._dialogs[connection], frame)
         if refused:
             raise ConnectionAbortedError(refused)

@@ -1,11 +1,6 @@
 """Administration by Kafka's clients: topics, their settings, sizes, users, transactions.
 
 Owner       core/topics.py changes topics; this module translates its options, names and refusals.
-Settings    What KMQ has under another name can be set, and is read back as it was set. What is the same in every topic
-            is read, and may be "set" to what it is, so that tools which write all settings go on. Any other key or value
-            is refused: nothing is taken that has no effect.
-Cleanup     To Kafka a compacted topic keeps its rows for ever, unless its policy is `compact,delete`. To KMQ it does if it
-            has no retention of its own. So the one policy is refused with a retention, the other one without.
 Replicas    One, which is this broker.
 """
 
@@ -16,19 +11,39 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from kmq.access.tokens import Tokens
 from kmq.broker.door import host_port
-from kmq.config.settings import SETTINGS, Settings
-from kmq.config.values import KIB
+from kmq.config.settings import Settings
 from kmq.errors import RetryError
-from kmq.gateway.core.broker import RequestRefused, bad_field
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.topics import OPTIONS, UNLIMITED, TopicState, Value, limits_of
+from kmq.gateway.core.topics import OPTIONS, TopicState
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import MAX_FRAME, Call, Chapter, Connection, Handler
 from kmq.gateway.kafka.door import NAMES, BrokerNodes
+from kmq.gateway.kafka.topic_settings import (
+    BOOLEAN,
+    DEFAULT,
+    FIXED,
+    INT,
+    LIST,
+    MOST_BYTES,
+    OF_BROKER,
+    OF_TOPIC,
+    STANDARD,
+    STRING,
+    TOPIC_SETTINGS,
+    Row,
+    TopicSetting,
+    kept_setting,
+    kept_settings,
+    longest_message,
+    options_of,
+    setting,
+    value_of,
+)
 from kmq.gateway.kafka.transaction import Transaction
 from kmq.gateway.kafka.transaction_log import ABORT, COMMIT, EMPTY
 from kmq.gateway.kafka.transactions import Transactions
@@ -39,124 +54,8 @@ from kmq.message import record
 
 _DEFAULT_COUNT = -1  # of partitions or replicas: as the settings of the broker say
 _END = -1  # the offset of DeleteRecords that means the end
-_MOST_PATIENCE_S = 60.0  # with the router: what comes after a request on its connection waits, too
-
-# --- settings --------------------------------------------------------------------------------------------------------
-
-_BOOLEAN, _STRING, _INT, _LONG, _DOUBLE, _LIST = 1, 2, 3, 5, 6, 7  # types of a setting
-_OF_TOPIC, _OF_BROKER, _DEFAULT = 1, 4, 5  # where a value comes from
-_TOPIC, _BROKER = 2, 4  # kinds of a resource
-_FOREVER = (1 << 63) - 1  # of settings that know no -1
-_BOTH = "compact,delete"
-
-
-class _Option(NamedTuple):
-    """A setting of a topic that can be changed. `wide`: its name in the broker."""
-
-    option: str
-    kind: int
-    wide: str
-    has_minus: bool = False  # -1 is no limit; otherwise _FOREVER is
-
-
-_OPTIONS = {
-    "cleanup.policy": _Option("cleanupPolicy", _LIST, "log.cleanup.policy"),
-    "delete.retention.ms": _Option("deleteRetentionMs", _LONG, "log.cleaner.delete.retention.ms"),
-    "message.timestamp.type": _Option("messageTimestampType", _STRING, "log.message.timestamp.type"),
-    "retention.bytes": _Option("retentionBytes", _LONG, "log.retention.bytes", True),
-    "retention.ms": _Option("retentionMs", _LONG, "log.retention.ms", True),
-    "segment.bytes": _Option("segmentBytes", _INT, "log.segment.bytes"),
-    "segment.ms": _Option("segmentMs", _LONG, "log.roll.ms"),
-}
-_LIMITS = {OPTIONS[option.option].limit for option in _OPTIONS.values()}
-_STANDARD = {row.attribute: row.parse(row.default) for row in SETTINGS if row.attribute in _LIMITS}
-# What is the same in every topic. Data is synced before it is acknowledged, hence flush.messages.
-_FIXED = {
-    "compression.type": (_STRING, "producer"),
-    "file.delete.delay.ms": (_LONG, "0"),
-    "flush.messages": (_LONG, "1"),
-    "flush.ms": (_LONG, str(_FOREVER)),
-    "follower.replication.throttled.replicas": (_LIST, ""),
-    "index.interval.bytes": (_INT, "4096"),
-    "leader.replication.throttled.replicas": (_LIST, ""),
-    "max.compaction.lag.ms": (_LONG, str(_FOREVER)),
-    "message.downconversion.enable": (_BOOLEAN, "false"),
-    "message.format.version": (_STRING, "2.8-IV1"),
-    "message.timestamp.difference.max.ms": (_LONG, str(_FOREVER)),
-    "min.cleanable.dirty.ratio": (_DOUBLE, "0.5"),
-    "min.compaction.lag.ms": (_LONG, "0"),
-    "preallocate": (_BOOLEAN, "false"),
-    "segment.index.bytes": (_INT, "10485760"),
-    "segment.jitter.ms": (_LONG, "0"),
-    "unclean.leader.election.enable": (_BOOLEAN, "false"),
-}
-_MOST_BYTES = "max.message.bytes"
-_Row = tuple[int, str]  # type, value
-
-
-def longest_message(settings: Settings) -> int:
-    """Return how many bytes a batch of one record may have that always fits into a line, also as base64."""
-    return max(1, settings.max_line * 3 // 4 - 4 * KIB)
-
-
-def value_of(name: str, options: Mapping[str, int | str], own: Iterable[str] = ()) -> str:
-    """Return a setting as Kafka writes it, given all options of a topic and the names of its own ones."""
-    option = _OPTIONS[name]
-    value = options[option.option]
-    if name == "cleanup.policy" and value == "compact":
-        has_own = any(options[limit] != UNLIMITED for limit in _RETENTION if limit in own)
-        return _BOTH if has_own else "compact"
-    return str(_FOREVER) if value == UNLIMITED and not option.has_minus else str(value)
-
-
-_RETENTION = ("retentionMs", "retentionBytes")
-
-
-def options_of(
-    changes: Mapping[str, str | None], fixed: Mapping[str, _Row], before: TopicState | None = None
-) -> dict[str, Value]:
-    """Return changed settings as options; None is none of the topic's own. Raises RequestRefused."""
-    options: dict[str, Value] = {}
-    for name, text in changes.items():
-        if name not in _OPTIONS:
-            if name not in fixed:
-                raise bad_field(name, f"is not known here; there are {', '.join(_OPTIONS)}")
-            if text not in (None, fixed[name][1]):
-                raise bad_field(name, f"is always {fixed[name][1]!r}")
-        else:
-            options[_OPTIONS[name].option] = None if text is None else _parsed(name, text)
-    try:
-        limits_of(options)
-    except RequestRefused as err:
-        name = next(name for name, option in _OPTIONS.items() if option.option == err.fields["field"])
-        raise bad_field(name, str(err).partition(": ")[2]) from None
-    own = {} if before is None else {name: before.options[name] for name in before.own}
-    own = {name: value for name, value in (own | options).items() if value is not None}
-    asked = changes.get("cleanup.policy")
-    if asked is None and before is not None and "cleanup.policy" not in changes:
-        asked = value_of("cleanup.policy", before.options, before.own)
-    if own.get("cleanupPolicy") == "compact":
-        has_retention = any(own.get(limit, UNLIMITED) != UNLIMITED for limit in _RETENTION)
-        if has_retention and "delete" not in str(asked):
-            raise bad_field("cleanup.policy", f"compact with a retention deletes rows; say {_BOTH}, or no retention")
-        if not has_retention and "delete" in str(asked):
-            raise bad_field("cleanup.policy", f"{_BOTH} needs retention.ms or retention.bytes")
-    return options
-
-
-def _parsed(name: str, text: str) -> int | str:
-    option = _OPTIONS[name]
-    if name == "cleanup.policy":
-        words = {word.strip() for word in text.split(",")}
-        return "compact" if words == {"compact", "delete"} else text.strip()
-    if option.kind == _STRING:
-        return text
-    digits = text.strip()
-    if not digits.removeprefix("-").isdecimal() or not (number := int(digits)) <= _FOREVER:
-        raise bad_field(name, f"{text!r} is no number of at most {_FOREVER}")
-    if number < 0 and not (option.has_minus and number == UNLIMITED):
-        raise bad_field(name, "must not be negative")
-    return UNLIMITED if number == _FOREVER else number
+_LEAST_PATIENCE_S = 5.0  # as for other changes: a leader of Kafka deletes at once, so clients may say 0
+_MOST_PATIENCE_S = 60.0  # with the router, because later requests on the connection wait, too
 
 
 def code_of(err: RequestRefused) -> ErrorCode:
@@ -167,8 +66,14 @@ def code_of(err: RequestRefused) -> ErrorCode:
     return by_field.get(str(err.fields["field"]), ErrorCode.invalid_config)
 
 
+def code_of_change(err: RequestRefused) -> ErrorCode:
+    """Return the same for one that the router has not carried out yet, too: no partition's leader is to be looked for."""
+    return ErrorCode.request_timed_out if err.code == "not_ready" else code_of(err)
+
+
 # --- requests --------------------------------------------------------------------------------------------------------
 
+_TOPIC, _BROKER = 2, 4  # kinds of a resource
 _SET, _DELETE, _APPEND, _SUBTRACT = range(4)  # what IncrementalAlterConfigs does with a setting
 _SHA_256, _SHA_512 = 1, 2  # mechanisms of SCRAM
 
@@ -202,10 +107,10 @@ class AdminChapter(Chapter):
             Key.LIST_TRANSACTIONS: self._list_transactions,
         }
 
-    def _fixed(self, nodes: BrokerNodes) -> dict[str, _Row]:
-        """Return what is the same in every topic."""
-        of_broker = {_MOST_BYTES: longest_message(self._settings), "min.insync.replicas": nodes.min_insync}
-        return _FIXED | {name: (_INT, str(value)) for name, value in of_broker.items()}
+    def _fixed(self, nodes: BrokerNodes) -> dict[str, Row]:
+        """Return the settings that are the same in every topic."""
+        of_broker = {MOST_BYTES: longest_message(self._settings), "min.insync.replicas": nodes.min_insync}
+        return FIXED | {name: (INT, str(value)) for name, value in of_broker.items()}
 
     # --- topics ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +152,7 @@ class AdminChapter(Chapter):
         return {"responses": await _each(call, names, lambda name: {"name": name}, self._topics.delete)}
 
     async def _delete_records(self, call: Call) -> Fields:
-        patience_s = min(_MOST_PATIENCE_S, wire.milliseconds(call.body.timeout) / 1000)
+        patience_s = max(_LEAST_PATIENCE_S, min(_MOST_PATIENCE_S, wire.milliseconds(call.body.timeout) / 1000))
 
         async def delete(topic: Any) -> Fields:
             rows, starts = [], dict[int, int]()
@@ -262,7 +167,7 @@ class AdminChapter(Chapter):
             try:
                 firsts = await self._topics.delete_before(topic.name, starts, patience_s) if starts else {}
             except (RequestRefused, RetryError) as err:
-                # A RetryError: some broker of the shard may be of an older release.
+                # A RetryError: a broker of the shard may be of an older release.
                 code = code_of(err) if isinstance(err, RequestRefused) else ErrorCode.unsupported_version
                 firsts, rows = {}, [row | {"error_code": row["error_code"] or code} for row in rows]
             for row in rows:
@@ -277,7 +182,7 @@ class AdminChapter(Chapter):
         return {"topics": await call.each(call.body.topics, _name_of, delete, code_of)}
 
     def _start_of(self, topic: str, partition: int, offset: int) -> int:
-        """Return with which offset a partition shall begin; -1 is its end. Raises RequestRefused if it cannot."""
+        """Return the offset with which a partition is to begin; -1: its end. Raises RequestRefused if it cannot."""
         _, end = self._partitions.bounds(topic, partition)
         (state,) = self._topics.states([topic])
         if value_of("cleanup.policy", state.options, state.own) == "compact":
@@ -301,7 +206,7 @@ class AdminChapter(Chapter):
                 if len(topic.assignments) != topic.count - before.partitions:
                     raise KafkaRefused(ErrorCode.invalid_replica_assignment, "must be of each new partition")
             if not call.body.validate_only:
-                # To Kafka's clients it is no news that keys go to other partitions then: they choose them.
+                # Kafka's clients choose partitions themselves, so they expect that keys move to other partitions.
                 await self._topics.change(topic.name, {}, topic.count, force=True)
 
         return {"results": await _each(call, call.body.topics, _name_of, grow)}
@@ -311,7 +216,7 @@ class AdminChapter(Chapter):
     async def _describe_configs(self, call: Call) -> Fields:
         without = {} if call.body.include_synonyms else {"synonyms": ()}
         defaults, nodes = self._topics.defaults(), self._nodes(call.connection)
-        fixed = [_setting(name, kind, value) for name, (kind, value) in self._fixed(nodes).items()]
+        fixed = [setting(name, kind, value) for name, (kind, value) in self._fixed(nodes).items()]
         named = {(resource.resource_type, resource.resource_name): resource for resource in call.body.resources}
 
         async def describe(resource: Any) -> Fields:
@@ -326,70 +231,75 @@ class AdminChapter(Chapter):
         """Return the settings of a topic, or of the broker. Raises RequestRefused."""
         if resource.resource_type == _TOPIC:
             state = await self._topics.describe(resource.resource_name)
-            rows = [self._option(name, state, defaults) for name in _OPTIONS]
-            return sorted(rows + fixed, key=lambda row: str(row["name"]))
+            rows = {row["name"]: row for row in fixed} | {
+                name: self._option(name, state, defaults) for name in TOPIC_SETTINGS
+            }
+            rows |= {
+                name: kept_setting(name, value, rows.get(name)) for name, value in kept_settings(state.options).items()
+            }
+            return [rows[name] for name in sorted(rows)]
         if resource.resource_type != _BROKER:
             raise KafkaRefused(ErrorCode.invalid_request, "there are settings of topics (2) and of brokers (4)")
         if resource.resource_name == "":
-            return []  # what was set while it runs, for all brokers
+            return []  # settings changed at run time for all brokers: there are none
         if resource.resource_name not in map(str, nodes.replicas):
             text = f"there is no broker {resource.resource_name!r}, only {', '.join(map(str, nodes.replicas))}"
             raise KafkaRefused(ErrorCode.invalid_request, text)
-        rows = [
-            _setting(option.wide, option.kind, value_of(name, defaults), self._source(option))
-            for name, option in _OPTIONS.items()
+        of_broker = [
+            setting(option.wide, option.kind, value_of(name, defaults), self._source(option))
+            for name, option in TOPIC_SETTINGS.items()
         ]
-        return rows + [
-            _setting(name, kind, value)
-            for name, (kind, value) in self._of_broker(nodes, resource.resource_name).items()
+        return of_broker + [
+            setting(name, kind, value) for name, (kind, value) in self._of_broker(nodes, resource.resource_name).items()
         ]
 
     def _option(self, name: str, state: TopicState, defaults: Mapping[str, int | str]) -> dict[str, Any]:
-        """Return a setting of a topic with what it would be without a value of its own."""
-        option = _OPTIONS[name]
+        """Return a setting of a topic, and its value without one of the topic's own."""
+        option = TOPIC_SETTINGS[name]
         wide = {"name": option.wide, "value": value_of(name, defaults), "source": self._source(option)}
         value, synonyms = value_of(name, state.options, state.own), [wide]
         if option.option in state.own:
-            synonyms = [{"name": name, "value": value, "source": _OF_TOPIC}, wide]
-        source = _OF_TOPIC if option.option in state.own else int(str(wide["source"]))
-        return _setting(name, option.kind, value, source, is_fixed=False) | {"synonyms": synonyms}
+            synonyms = [{"name": name, "value": value, "source": OF_TOPIC}, wide]
+        source = OF_TOPIC if option.option in state.own else int(str(wide["source"]))
+        return setting(name, option.kind, value, source, is_fixed=False) | {"synonyms": synonyms}
 
-    def _source(self, option: _Option) -> int:
-        # Not `given`: the processes of a broker are given all settings.
+    def _source(self, option: TopicSetting) -> int:
+        # Not `given`: a broker's processes are given all settings.
         limit = OPTIONS[option.option].limit
-        is_set = limit in _STANDARD and getattr(self._settings, limit) != _STANDARD[limit]
-        return _OF_BROKER if is_set else _DEFAULT
+        is_set = limit in STANDARD and getattr(self._settings, limit) != STANDARD[limit]
+        return OF_BROKER if is_set else DEFAULT
 
-    def _of_broker(self, nodes: BrokerNodes, number: str) -> dict[str, _Row]:
+    def _of_broker(self, nodes: BrokerNodes, number: str) -> dict[str, Row]:
         settings = self._settings
         protocol = ("SASL_" if self._tokens else "") + ("SSL" if nodes.is_tls else "PLAINTEXT")
         told = next((host_port(host, port) for node, host, port in nodes.places if str(node) == number), "")
         return {
-            "advertised.listeners": (_STRING, f"{protocol}://{told}" if told else ""),
-            "auto.create.topics.enable": (_BOOLEAN, "true" if settings.auto_create_topics == "on" else "false"),
-            "broker.id": (_INT, number),
-            "compression.type": (_STRING, "producer"),
-            "default.replication.factor": (_INT, str(len(nodes.replicas))),
-            "delete.topic.enable": (_BOOLEAN, "true"),
-            "group.max.session.timeout.ms": (_INT, "1800000"),
-            "group.min.session.timeout.ms": (_INT, "6000"),
-            "inter.broker.protocol.version": (_STRING, "2.8-IV1"),
-            "log.cleaner.enable": (_BOOLEAN, "true"),
-            "log.dirs": (_STRING, settings.data),
-            "log.message.format.version": (_STRING, "2.8-IV1"),
-            "message.max.bytes": (_INT, str(longest_message(settings))),
-            "num.partitions": (_INT, str(settings.kafka_partitions)),
-            "offsets.retention.minutes": (_INT, str(int(min(settings.group_retention // 60, (1 << 31) - 1)))),
-            "socket.request.max.bytes": (_INT, str(MAX_FRAME)),
-            "unclean.leader.election.enable": (_BOOLEAN, "false"),
+            "advertised.listeners": (STRING, f"{protocol}://{told}" if told else ""),
+            "auto.create.topics.enable": (BOOLEAN, "true" if settings.auto_create_topics == "on" else "false"),
+            "broker.id": (INT, number),
+            "compression.type": (STRING, "producer"),
+            "default.replication.factor": (INT, str(len(nodes.replicas))),
+            "delete.topic.enable": (BOOLEAN, "true"),
+            "group.max.session.timeout.ms": (INT, "1800000"),
+            "group.min.session.timeout.ms": (INT, "6000"),
+            "inter.broker.protocol.version": (STRING, "2.8-IV1"),
+            "log.cleaner.enable": (BOOLEAN, "true"),
+            "log.dirs": (STRING, settings.data),
+            "log.message.format.version": (STRING, "2.8-IV1"),
+            "message.max.bytes": (INT, str(longest_message(settings))),
+            "num.partitions": (INT, str(settings.kafka_partitions)),
+            "offsets.retention.minutes": (INT, str(int(min(settings.group_retention // 60, (1 << 31) - 1)))),
+            "socket.request.max.bytes": (INT, str(MAX_FRAME)),
+            "unclean.leader.election.enable": (BOOLEAN, "false"),
         }
 
     async def _alter_configs(self, call: Call) -> Fields:
-        """Give topics exactly these settings: what is not named gets none of its own."""
+        """Give topics exactly these settings. A setting that is not named falls back to its default."""
 
         async def alter(resource: Any) -> None:
             state = await self._to_change(resource)
-            changes = dict.fromkeys(name for name, option in _OPTIONS.items() if option.option in state.own)
+            changes = dict.fromkeys(name for name, option in TOPIC_SETTINGS.items() if option.option in state.own)
+            changes |= dict.fromkeys(kept_settings(state.options))
             await self._change(call, state, changes | {row.name: row.value for row in resource.configs})
 
         return {"responses": await _each(call, call.body.resources, _resource_of, alter)}
@@ -427,7 +337,7 @@ class AdminChapter(Chapter):
     # --- sizes and users ---------------------------------------------------------------------------------------------
 
     async def _describe_log_dirs(self, call: Call) -> Fields:
-        """Tell what each partition has on disk. All of it lies in KMQ_DATA, so there is one directory."""
+        """Return what each partition has on disk. KMQ_DATA is the only directory."""
         asked = call.body.topics
         wanted = None if asked is None else {row.topic: frozenset(row.partitions) for row in asked}
         names = [name for name in await self._topics.names(internal=True) if wanted is None or name in wanted]
@@ -521,7 +431,7 @@ async def _each(
             raise KafkaRefused(ErrorCode.invalid_request, "is named twice")
         await change(each)
 
-    return await call.each(asked, name, work, code_of)
+    return await call.each(asked, name, work, code_of_change)
 
 
 def _check_count(partitions: int) -> None:
@@ -535,21 +445,10 @@ def _check_assignment(replicas: Iterable[Sequence[int]], nodes: tuple[int, ...])
         raise KafkaRefused(ErrorCode.invalid_replica_assignment, text)
 
 
-def _setting(name: str, kind: int, value: str, source: int = _DEFAULT, is_fixed: bool = True) -> dict[str, Any]:
-    return {
-        "name": name,
-        "value": value,
-        "read_only": is_fixed,
-        "config_source": source,
-        "synonyms": [{"name": name, "value": value, "source": source}],
-        "config_type": kind,
-    }
-
-
 def _listed(row: Any, state: TopicState) -> str:
-    """Return a list to which something was added, or from which it was taken. Raises KafkaRefused for a setting that is none."""
-    option = _OPTIONS.get(row.name)
-    if option is None or option.kind != _LIST or row.config_operation not in (_APPEND, _SUBTRACT):
+    """Return a list with entries added or removed. Raises KafkaRefused for a setting that is not a list."""
+    option = TOPIC_SETTINGS.get(row.name)
+    if option is None or option.kind != LIST or row.config_operation not in (_APPEND, _SUBTRACT):
         raise KafkaRefused(ErrorCode.invalid_config, f"{row.name}: is no list that can be changed")
     words = dict.fromkeys(value_of(row.name, state.options, state.own).split(","))
     change = dict.fromkeys(word.strip() for word in row.value.split(","))

@@ -1,7 +1,9 @@
-"""The bodies of Produce and Fetch, read and written by hand: they carry the records.
+"""The bodies of Produce and Fetch, read and written by hand, because they carry the records.
 
-The other messages have their layout from kio (wire.py). These two are most of what passes; what they carry is a view of
-the request, or bytes of the cache, and is not copied here.
+    read_produce(reader, 9)    → ([ProducedPart("orders", 0, <bytes of the batch>)], acks=-1)
+
+Other messages have their layout from kio (wire.py). These two are most of the traffic. Their records are a view of the
+request, or bytes of the cache, and are not copied here.
 """
 
 import struct
@@ -35,18 +37,18 @@ class ProducedPart(NamedTuple):
 
 
 class Produced(NamedTuple):
-    """What became of it."""
+    """The outcome for one part."""
 
     code: ErrorCode = ErrorCode.none
     offset: int = UNKNOWN
-    timestamp: int = -1  # that the broker gave it, in milliseconds; -1: none
+    timestamp: int = -1  # given by the broker, in milliseconds; -1: not given
     text: str | None = None
-    record: int | None = None  # the index of the one that is wrong
+    record: int | None = None  # the index of the wrong record
 
 
 def read_produce(reader: Reader, version: int) -> tuple[list[ProducedPart], int]:
     """Return the parts of a Produce request, and its acks. Raises BadRequest."""
-    reader.text()  # the transactional id, which the batches say too
+    reader.text()  # the transactional id, which the batches have, too
     acks, _ = reader.unpack(_ACKS_TIMEOUT)
     parts = []
     for _ in range(reader.count()):
@@ -96,7 +98,7 @@ def produce_response(call: Call, parts: list[ProducedPart], produced: list[Produ
 
 
 class AskedPartition(NamedTuple):
-    """What a Fetch asks for of a partition. `epoch`: of the leader that the client knows; -1: any."""
+    """A Fetch of one partition. `epoch`: the leader epoch that the client knows; -1: any."""
 
     epoch: int
     offset: int
@@ -104,18 +106,18 @@ class AskedPartition(NamedTuple):
 
 
 class FetchRequest(NamedTuple):
-    """What is asked for. `ids`: topic → its id, of a client that names topics by ids."""
+    """A Fetch. `ids`: topic → its id, if the client names topics by ids."""
 
     wait_s: float
     min_bytes: int
     max_bytes: int
-    is_incremental: bool  # it goes on with a session, which another broker has begun
+    is_incremental: bool  # it continues a session that another broker has begun
     partitions: dict[TopicPartition, AskedPartition]
     ids: dict[str, UUID]
 
 
 class Row:
-    """What a partition gets in the answer."""
+    """A partition's part of the answer."""
 
     __slots__ = ("code", "end", "first", "records")
 
@@ -125,11 +127,11 @@ class Row:
 
 
 class _Form(NamedTuple):
-    """How some versions of Fetch are laid out, from `version` on.
+    """The layout of some versions of Fetch, from `version` on.
 
-    `head`: replica, wait, least and most bytes, isolation; session and its epoch. `asked`: partition, known epoch, offset,
-    epoch of the last record, first offset of the replica, most bytes. `row`: partition, error, end, stable end, first offset.
-    `more`: no list of aborted transactions, no preferred replica.
+    `head`: replica, wait, least and most bytes, isolation; session and its epoch. `asked`: partition, known epoch,
+    offset, epoch of the last record, first offset of the replica, most bytes. `row`: partition, error, end, stable end,
+    first offset. `more`: no list of aborted transactions, no preferred replica.
     """
 
     version: int
@@ -214,7 +216,7 @@ def fetch_response(
     code: ErrorCode = ErrorCode.none,
     ids: Mapping[str, UUID] | None = None,
 ) -> wire.Writer:
-    """Return the response to a Fetch. `code`: what is wrong with the request itself. `ids`: of the topics in `rows`."""
+    """Return the response to a Fetch. `code`: an error of the whole request. `ids`: of the topics in `rows`."""
     form, out = _form(call.version), wire.Writer(wire.is_flexible(Key.FETCH, call.version))
     out.begin(call.header.correlation)
     out.pack(">i", 0)

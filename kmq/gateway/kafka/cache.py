@@ -1,11 +1,14 @@
-"""The tail of partitions as it was produced: batches that consumers are served as they came, still compressed.
+"""The newest produced batches of partitions, as received and still compressed, to serve fetches without reading files.
 
-Truth       The lines are the truth. A batch is put here once its lines were found in their partition, the first to the
-            last, and only if it shows what they show. Whoever serves it has to know that they are still there: it is not
-            served below the start of its partition, after its topic was deleted, or of a compacted topic.
-Coming      A batch is in its partition a moment before it is known where. So a consumer that has read the last batch here
-            waits a moment for the next one, if that is on its way: to read it from its lines costs ten times as much.
-Memory      At most `most` bytes, with what an entry takes besides. What was put first goes first.
+    cache.put("orders", 0, 17, 19, data, from_seq)    then    cache.find("orders", 0, 18, from_seq) → that batch
+
+Truth       The lines on disk are the truth. A batch is put here only after its first and last line were found in their
+            partition, and only if it shows the same as they do. The caller of `find` must know that they are still
+            there: not below the start of the partition, not after the topic was deleted, and never in a compacted
+            topic.
+Coming      A batch is in its partition a moment before its offset is known. So a consumer that has read the last batch
+            here waits a moment for the next one, if one is expected: reading it from its lines costs ten times as much.
+Memory      At most `most` bytes, including overhead. The oldest batches go first.
 """
 
 import asyncio
@@ -20,12 +23,12 @@ from kmq.wire.requests import TopicPartition
 
 MAX_BATCH = MIB  # a larger one is served from its lines, in pieces
 _ENTRY_BYTES = 400  # of a batch, besides its data
-_COMING_S = 0.05  # that a consumer waits for a batch; one that takes longer may be held up for good
+_COMING_S = 0.05  # longest wait of a consumer; a batch that takes longer may never come
 _ATTRIBUTES_AT, _CODEC, _ZSTD = 22, 0x07, 4
 
 
 class KeptBatch(NamedTuple):
-    """The records first…last of a partition of the topic that is in force since `from_seq`."""
+    """The records first…last of a partition. `from_seq`: of the topic's present life."""
 
     from_seq: int
     first: int
@@ -38,7 +41,7 @@ class KeptBatch(NamedTuple):
 
 
 class TailCache:
-    """The batches of all partitions. Any thread may put and find; what is coming belongs to the event loop."""
+    """The batches of all partitions. Any thread may put and find; expected batches belong to the event loop."""
 
     def __init__(self, most: int) -> None:
         self._most, self._used = most, 0
@@ -69,7 +72,7 @@ class TailCache:
             del self._firsts[topic, partition]
 
     def find(self, topic: str, partition: int, offset: int, from_seq: int | None) -> KeptBatch | None:
-        """Return the batch that holds the record at `offset`; None if there is none, or it is of a topic deleted since."""
+        """Return the batch that holds the record at `offset`; None if there is none, or its topic was deleted since."""
         with self._lock:
             firsts = self._firsts.get((topic, partition), ())
             at = bisect_right(firsts, offset)
@@ -79,7 +82,7 @@ class TailCache:
     # --- what is coming ----------------------------------------------------------------------------------------------
 
     def expect(self, place: TopicPartition, task: "asyncio.Task[Any]") -> None:
-        """Note a batch that is on its way to this partition; `task` puts it here, or ends without."""
+        """Note that a batch for this partition is being stored. `task` puts it here, or ends without."""
         tasks = self._coming.setdefault(place, {})
         tasks[task] = None
         task.add_done_callback(lambda _: self._arrived(place, task))
@@ -100,7 +103,7 @@ class TailCache:
             await asyncio.wait(oldest, timeout=min(most_s, _COMING_S), return_when=asyncio.FIRST_COMPLETED)
 
     def end(self, place: TopicPartition) -> int | None:
-        """Return the offset behind the last batch of a partition; None: there is none."""
+        """Return the offset after the last batch of a partition; None if there is no batch."""
         with self._lock:
             firsts = self._firsts.get(place)
             return self._batches[(*place, firsts[-1])].last + 1 if firsts else None

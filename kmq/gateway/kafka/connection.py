@@ -1,12 +1,16 @@
-"""One connection of a Kafka client: frames in, frames out, in order.
+"""One connection of a Kafka client: receives requests (frames) and sends responses, in order.
 
-Order       Responses leave in the order of their requests. Produce requests are worked on side by side, because clients
-            send several and wait for none; every other request waits until all before it are answered.
-Invariant   No memory is taken by a length that a client says. A request that is too long, or is none, ends the connection.
-Memory      At most MAX_FRAME bytes of a request that carries records, MAX_CONTROL of another one, and MAX_UNKNOWN before
-            the client has shown who it is. All requests together: _PARTIAL_BYTES that are not whole, over which the
-            longest one's connection ends; and _WHOLE_BYTES that are. Over these the connection ends that has most behind a
-            request that may wait for minutes; where there is none, nobody is read until some are answered.
+    00 00 00 1a <26 bytes>    → next_frame() returns the 26 bytes; answer(frame, response) sends the response
+
+Order       Responses leave in the order of their requests. Produce requests are served side by side, because clients
+            send several without waiting. Every other request waits until all earlier ones are answered.
+Invariant   Memory is never allocated by a length that a client says. A request that is too long, or invalid, ends the
+            connection.
+Memory      At most MAX_FRAME bytes of a request that carries records, MAX_CONTROL of another one, and MAX_UNKNOWN
+            before the client has shown its token. Over all connections: _PARTIAL_BYTES of incomplete requests (above it
+            the connection with the longest one ends) and _WHOLE_BYTES of complete ones. Above that the connection ends
+            that has most bytes after a request that may wait for minutes. Without such a one, no connection is read
+            until some requests are answered.
 """
 
 import asyncio
@@ -23,18 +27,18 @@ from kmq.gateway.core.connection import ClientConnection
 from kmq.gateway.kafka.wire import ErrorCode, Fields, Header, Key
 
 MAX_FRAME, MAX_CONTROL, MAX_UNKNOWN = 32 * MIB, 2 * MIB, 16 * KIB
-_LENGTH = 4  # bytes in front of a request
-_KEY = 2  # bytes that say of which kind it is
+_LENGTH = 4  # before a request
+_KEY = 2  # bytes of its key
 _LEAST = 8  # bytes of a request
 _HTTP, _TLS = (b"GET", b"PUT", b"POS", b"HEA", b"OPT", b"DEL", b"PRI"), b"\x16\x03"
 _PARTIAL_BYTES = _WHOLE_BYTES = 64 * MIB
-_MOST_FRAMES = 64  # whole requests of a connection that wait; beyond that nothing is received
-_AT_ONCE = 32  # topics, groups … of a request that are worked on side by side: some wait for the router
-_PIPELINED = 16  # produce requests of a connection that are worked on at a time
+_MOST_FRAMES = 64  # whole requests of a connection that wait; above that it is not read
+_AT_ONCE = 32  # topics, groups … of a request that are served side by side: some wait for the router
+_PIPELINED = 16  # produce requests of a connection that are served at a time
 
 
 class Requests:
-    """The requests of all connections, as far as they have come and are not answered."""
+    """Sizes of the requests of all connections that are received and not answered."""
 
     def __init__(self, strangers: Strangers) -> None:
         self.strangers = strangers
@@ -43,7 +47,7 @@ class Requests:
         self.is_paused = False
 
     def grow(self, partial: int, whole: int) -> None:
-        """Note how much more, or less, there is. Ends and pauses connections if it is too much."""
+        """Note a change of these sizes. Ends and pauses connections if there is too much."""
         self._partial += partial
         self._whole += whole
         if self._partial > _PARTIAL_BYTES:
@@ -68,21 +72,21 @@ class Connection(ClientConnection):
     """A connection of a Kafka client."""
 
     def __init__(self, serve: "Callable[[Connection], Awaitable[None]]", requests: Requests, is_open: bool) -> None:
-        """`is_open`: a client need not show who it is."""
+        """`is_open`: clients need no token."""
         super().__init__(serve, requests.connections)
         self._requests, self.is_known = requests, is_open
-        self.holder: Holder | None = None  # whose token it has shown
+        self.holder: Holder | None = None  # the holder of the token that it has shown
         self._partial = bytearray()
-        self._counted = 0  # of `partial`, that `requests` knows of
+        self._counted = 0  # bytes of `partial` that `requests` counts
         self._frames: deque[bytes] = deque()
         self._unanswered = 0  # bytes of whole requests
-        self._queued = 0  # of these, bytes of those that are not served yet
-        self.may_wait = False  # what is served now is no Produce: a Fetch or a JoinGroup may take minutes
+        self._queued = 0  # bytes of these that are not being served yet
+        self.may_wait = False  # the request being served may take minutes: a Fetch or a JoinGroup
         self._answers: deque[asyncio.Future[bytes | None]] = deque()  # of produce requests, in order
         self._flushing: asyncio.Task[None] | None = None
         self._answered = asyncio.Event()
         self.bad = ""  # why nothing more is received
-        self._failed: Exception | None = None  # what has ended the responses
+        self._failed: Exception | None = None  # the error that ended the responses
 
     @property
     def partial_bytes(self) -> int:
@@ -90,7 +94,7 @@ class Connection(ClientConnection):
 
     @property
     def behind(self) -> int:
-        """Return how many bytes of requests lie behind one that may wait for long."""
+        """Return how many bytes of requests wait after one that may take long."""
         return self._queued if self.may_wait else 0
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -126,7 +130,7 @@ class Connection(ClientConnection):
             self._arrived.set()
 
     def _judge(self, begin: bytes, length: int) -> str:
-        """Return why a request is not received, as far as it has begun; "" if it is."""
+        """Return why a request that has begun is not received; "" if it is."""
         if begin[:3] in _HTTP:
             return "HTTP was spoken to the port for Kafka's protocol"
         if begin[:2] == _TLS:
@@ -140,7 +144,7 @@ class Connection(ClientConnection):
         return f"a request of {length} bytes, where {most} are allowed" if length > most else ""
 
     async def next_frame(self) -> bytes | None:
-        """Return the next request, without its length; None when there are no more. Raises what ended the responses."""
+        """Return the next request, without its length; None at the end. Raises the error that ended the responses."""
         if not self._answers:
             self._idle_since = time.monotonic()
         while not self._frames or self._failed is not None:
@@ -171,7 +175,7 @@ class Connection(ClientConnection):
         super().connection_lost(exc)
         self._requests.grow(-self._counted, -self._unanswered)
         self._counted = self._unanswered = 0
-        self._partial = bytearray()  # at once: the garbage collector comes when it likes
+        self._partial = bytearray()  # free it now, not when the garbage collector runs
         self._frames.clear()
         self._queued = 0
         if self._flushing is not None:
@@ -182,14 +186,14 @@ class Connection(ClientConnection):
     # --- responses ---------------------------------------------------------------------------------------------------
 
     async def answer(self, frame: bytes, response: bytes | None) -> None:
-        """Send the response to a request; None: it gets none."""
+        """Send the response to a request. None: send nothing."""
         if response is not None:
             await self.write(response)
         if not self._is_lost:
             self._release(len(frame))
 
     async def answer_later(self, frame: bytes, work: Awaitable[bytes | None]) -> None:
-        """Send what `work` returns in its turn, and go on at once, unless too many such requests are worked on."""
+        """Send the result of `work` in its turn. Returns at once, unless too many such requests are being served."""
         answer = asyncio.ensure_future(work)
         self._answers.append(answer)
         self.pending = 1
@@ -200,7 +204,7 @@ class Connection(ClientConnection):
             await self._one_answered()
 
     async def all_answered(self) -> None:
-        """Wait until the responses to all requests before are sent."""
+        """Wait until all earlier requests are answered."""
         while self._answers:
             await self._one_answered()
         self.pending = 0
@@ -212,7 +216,7 @@ class Connection(ClientConnection):
         await self._answered.wait()
 
     async def _flush(self) -> None:
-        """Send the responses of produce requests as they come, in order. What goes wrong ends the connection's task."""
+        """Send the responses of produce requests in order. An error ends the connection's task."""
         try:
             while self._answers:
                 response = await self._answers[0]
@@ -222,24 +226,24 @@ class Connection(ClientConnection):
                 self._answered.set()
             self.pending, self._idle_since = 0, time.monotonic()
         except Exception as err:
-            self._failed = err.with_traceback(None)  # which would hold the request as long as the connection is there
+            self._failed = err.with_traceback(None)  # a traceback would keep the request in memory
             self._answered.set()
             self._arrived.set()
 
     def end(self) -> None:
-        """End the connection; what it has asked for and is not answered is not answered any more."""
+        """End the connection. Its open requests are not answered."""
         if self.task is not None and not self.task.done():
             self._is_ended = not self.is_sending
             self.task.cancel()
 
 
 class Call(NamedTuple):
-    """A request on its way. `body`: what wire.decode returns; of Produce and Fetch a wire.Reader."""
+    """A request being served. `body`: what wire.decode returns; of Produce and Fetch a wire.Reader."""
 
     header: Header
     body: Any
     connection: Connection
-    errors: list[ErrorCode]  # that the answer has, for the metrics
+    errors: list[ErrorCode]  # errors of the answer, for the metrics
 
     @property
     def version(self) -> int:
@@ -247,11 +251,11 @@ class Call(NamedTuple):
 
     @property
     def holder(self) -> Holder | None:
-        """Return whose token the client has shown; None: it needs none."""
+        """Return the holder of the client's token; None if no token is needed."""
         return self.connection.holder
 
     def may(self, key: Key) -> bool:
-        """Return True if this client may ask for that."""
+        """Return True if this client may send requests of this kind."""
         return self.holder is None or self.holder.may(key.act)
 
     async def each(
@@ -262,9 +266,9 @@ class Call(NamedTuple):
         code_of: Callable[[RequestRefused], ErrorCode],
         at_once: int = _AT_ONCE,
     ) -> list[Fields]:
-        """Do what is asked of each topic, group or the like, and return what each is answered, in order.
+        """Serve each topic, group or other entry of a request, and return their answers in order.
 
-        `name`: how an answer names it. `work` returns what the answer says besides, or raises RequestRefused.
+        `name`: the field that names an entry in the answer. `work` returns its other fields, or raises RequestRefused.
         """
 
         async def answer(each: Any) -> Fields:
@@ -284,7 +288,7 @@ Handler = Callable[[Call], Awaitable[Fields | bytes | None]]
 
 
 class Chapter(Protocol):
-    """A part of the protocol, which serves some keys. Most keep nothing of a connection, and have nothing to end."""
+    """A part of the protocol that serves some keys. Most keep nothing of a connection, and have nothing to end."""
 
     handlers: dict[Key, Handler]
 

@@ -1,14 +1,16 @@
-"""The Kafka ports: who may ask, which request goes where, and what the broker says of itself and its topics.
+"""The Kafka ports: access, dispatch of requests to chapters, and Metadata about the broker and its topics.
+
+    Metadata of topic orders    → node 0 at localhost:9092, orders with 8 partitions, all led by node 0
 
 Cluster     To a client this broker is a cluster of one: node 0, leader of every partition, controller, coordinator of
-            every group. A shard is a cluster of its brokers, 1 to n, of which the leader is all that; a follower's port
-            passes clients on to it (kmq/broker/door.py), so it answers for all. The cluster's id is the lineage.
-Address     Clients connect to the address that Metadata names. That is KMQ_KAFKA_ADVERTISE, else, of a broker that is
-            alone, the one by which the connection has reached us: right for one pod, wrong behind a port that is
-            forwarded under another number. In a shard it is where the others reach a broker (KMQ_ADVERTISE).
-Misdirected A client that was told a wrong address comes again and asks for the address again. `Seekers` finds it.
+            every group. A shard is a cluster of its brokers, 1 to n, and its leader has all these roles. A follower's
+            port passes clients on to the leader (kmq/broker/door.py). The cluster's id is the lineage.
+Address     Clients connect to the address that Metadata names. That is KMQ_KAFKA_ADVERTISE. Without it a broker that is
+            alone names the address by which the connection has reached it: right for one pod, wrong behind a port that
+            is forwarded under another number. In a shard it is where other brokers reach this one (KMQ_ADVERTISE).
+Misdirected A client that was told a wrong address returns and asks for the address again. `Seekers` finds it.
 Roles       As at the other doors (access.py).
-Invariant   A request that cannot be read ends its connection, and nobody else notices.
+Invariant   A request that cannot be read ends its connection, and no other.
 """
 
 import asyncio
@@ -33,21 +35,21 @@ from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.access import BEFORE, AccessChapter
 from kmq.gateway.kafka.connection import Call, Chapter, Connection, Handler, Requests
 from kmq.gateway.kafka.topic_ids import TopicIds
-from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Header, Key, Unsupported
+from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Header, KafkaRefused, Key, Unsupported
 from kmq.log import identity
 from kmq.logfmt import Logger
 from kmq.message import record
 
 _AUTHENTICATE_S = 10.0  # until a client has shown its token
-_REFUSED_S = 0.5  # for a client whose token is refused to end its connection
-_LARGE = 64 * KIB  # bytes of a request that is read in a thread: others must not wait for it
-_MANY = 100  # entries of a response that is made in one
+_REFUSED_S = 0.5  # that a client with a refused token has to end its connection
+_LARGE = 64 * KIB  # bytes of a request that is read in a thread, because it would block others
+_MANY = 100  # entries of a response that is made in a thread
 _TOLD = {"api_keys": [{"api_key": key, "min_version": key.low, "max_version": key.high} for key in Key]}
 _SUPPORTED_S = 60.0  # between two log lines about one client's unknown requests
 
 
 def _is_long(answer: Fields) -> bool:
-    """Return True if an answer has many entries, also those of its entries: to encode them would hold up others."""
+    """Return True if an answer has many entries, nested ones included: encoding them would block others."""
     left, count = [answer], 0
     while left:
         for value in left.pop().values():
@@ -89,12 +91,12 @@ class Kafka:
         return len(self._requests.connections)
 
     def publish(self, row: Row) -> None:
-        """Write to the gateway's row what an operator sees of this door. Call about once a second."""
+        """Write the door's figures into the gateway's row. Call about once a second."""
         row.kafka_connections, row.kafka_misdirected = self.connections, self._seekers.lost()
         row.kafka_cached, row.kafka_rendered = self._counts.batches["cache"], self._counts.batches["lines"]
 
     def stop(self) -> None:
-        """End all connections: their clients come again, and send again what was not answered."""
+        """End all connections. Their clients reconnect, and repeat unanswered requests."""
         for connection in [*self._requests.connections]:
             connection.end()
 
@@ -132,14 +134,14 @@ class Kafka:
                 chapter.forget(connection)
 
     async def _wait_for_end(self, connection: Connection) -> None:
-        """Give a client that was refused time to read why: some read nothing of a connection that has ended."""
+        """Give a refused client time to read why. Some clients read nothing once a connection has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REFUSED_S):
                 while await connection.next_frame() is not None:
                     pass
 
     async def _take(self, connection: Connection, frame: bytes) -> None:
-        """Answer a request, or begin to. Raises BadRequest and Unsupported, after which nothing can be answered."""
+        """Answer a request, or begin to. Raises BadRequest and Unsupported, which allow no answer."""
         if self._access.is_bare(connection):
             return await connection.answer(frame, self._access.bare(connection, frame))
         view = memoryview(frame)
@@ -149,7 +151,7 @@ class Kafka:
             if err.header.key != Key.API_VERSIONS:
                 raise
             await connection.all_answered()
-            # In the oldest form, which every client can read.
+            # In the oldest version, which every client can read.
             refused = _TOLD | {"error_code": ErrorCode.unsupported_version}
             return await connection.answer(frame, wire.encode(err.header._replace(version=0), refused))
         key = Key(found.key)
@@ -187,7 +189,7 @@ class Kafka:
         return wire.encode(call.header, answer)
 
     def _note_unsupported(self, connection: Connection, header: Header) -> None:
-        """Log, once a minute and client, what a client asks for that is not served."""
+        """Log, once a minute for each client, which requests of it are not served."""
         now = time.monotonic()
         self._unsupported = {name: at for name, at in self._unsupported.items() if now - at < _SUPPORTED_S}
         if header.client not in self._unsupported and len(self._unsupported) < 100:
@@ -219,7 +221,7 @@ _BY_ID_FROM = 12  # version of Metadata in which a topic may have no name
 
 
 class BrokerNodes(NamedTuple):
-    """The brokers by number. `me` leads every partition; `places`: (node, host, port) of those that say where they are.
+    """The brokers by number. `me` leads every partition. `places`: (node, host, port) of brokers with a known address.
 
     `is_tls`: they speak TLS there.
     """
@@ -237,12 +239,12 @@ class BrokerNodes(NamedTuple):
 
 
 def asks_for_all(call: Call) -> bool:
-    """Return True if this request for Metadata names no topics because it is about all of them."""
+    """Return True if this Metadata request is about all topics."""
     return call.body.topics is None or (call.version == 0 and not call.body.topics)
 
 
 class Cluster(Chapter):
-    """What Metadata and its like say: brokers, topics, partitions."""
+    """Metadata and related requests: brokers, topics, partitions."""
 
     def __init__(self, settings: Settings, core: Core, ids: TopicIds, epoch: Callable[[], int]) -> None:
         """`epoch`: in which this broker leads its shard; 0: it is alone."""
@@ -254,7 +256,7 @@ class Cluster(Chapter):
         }
 
     def nodes(self, connection: Connection) -> BrokerNodes:
-        """Return the brokers, and where this client shall find them. A shard is as the replica has read it last."""
+        """Return the brokers with addresses for this client. A shard is as the replica last read it."""
         shard = known_shard(self._settings.pipes) if self._settings.shard else {}
         numbers = dict(zip(shard.get("members", ()), count(1)))
         me = numbers.get(self._settings.broker)
@@ -275,12 +277,12 @@ class Cluster(Chapter):
         )
 
     def address(self, connection: Connection) -> tuple[str, int]:
-        """Return host and port by which this client shall reach this broker."""
+        """Return host and port of this broker for this client."""
         nodes = self.nodes(connection)
         return next(((host, port) for node, host, port in nodes.places if node == nodes.me), ("", 0))
 
     def _alone(self, connection: Connection) -> tuple[str, int]:
-        """Return host and port by which this client shall reach a broker that is alone."""
+        """Return host and port for this client of a broker that is alone."""
         found = (self._settings.kafka_advertise or {}).get(connection.is_tls)
         if found is not None:
             return found
@@ -288,7 +290,7 @@ class Cluster(Chapter):
         return ("localhost" if host in ("127.0.0.1", "::1") else host), port
 
     def _told(self, nodes: BrokerNodes) -> dict[str, Any]:
-        """Return what Metadata and DescribeCluster say of the brokers."""
+        """Return the brokers' part of Metadata and DescribeCluster."""
         id = identity.lineage(self._settings.data)
         return {"brokers": nodes.rows(), "cluster_id": id, "controller_id": nodes.me}
 
@@ -312,7 +314,7 @@ class Cluster(Chapter):
         return self._told(nodes) | {"topics": rows}
 
     async def _topic(self, call: Call, name: str, may_create: bool, nodes: BrokerNodes) -> Fields:
-        """Return what there is of a topic. Make it first if it is not there, and that is wanted and allowed."""
+        """Return a topic as Metadata shows it. Create it first if it is missing, and that is wanted and allowed."""
         code, partitions, id = ErrorCode.none, 0, None
         try:
             partitions = await self.partitions(call, name, may_create)
@@ -334,7 +336,7 @@ class Cluster(Chapter):
         return {"error_code": code, "name": name, "topic_id": id, "is_internal": is_internal, "partitions": rows}
 
     async def _topic_of(self, call: Call, id: UUID | None, nodes: BrokerNodes) -> Fields:
-        """Return what there is of the topic with this id."""
+        """Return the topic with this id as Metadata shows it."""
         name = None if id is None else await self._ids.topic(id)
         row = None if name is None else await self._topic(call, name, False, nodes)
         if row is not None and row["topic_id"] == id:
@@ -358,6 +360,8 @@ class Cluster(Chapter):
             if call.holder is not None and not call.may(Key.PRODUCE):
                 raise RequestRefused("forbidden", call.holder.refusal(Key.PRODUCE.act)) from None
         made, _ = await self._core.topics.create(name, self._settings.kafka_partitions, {})
+        if made.from_seq is None:  # a batch would be refused, too, so the client asks again
+            raise KafkaRefused(ErrorCode.leader_not_available, f"topic {name} is in force once the router is up")
         return made.partitions
 
     async def _describe(self, call: Call) -> Fields:
@@ -365,7 +369,7 @@ class Cluster(Chapter):
 
     async def _coordinator(self, call: Call) -> Fields:
         nodes = self.nodes(call.connection)
-        # Without an address its own note has not come back from Consul yet.
+        # Without an address: this broker's own entry has not returned from Consul yet.
         none = {"error_code": ErrorCode.coordinator_not_available}
         me = next((row for row in nodes.rows() if row["node_id"] == nodes.me), none)
         return me | {"coordinators": [me | {"key": key} for key in getattr(call.body, "coordinator_keys", ())]}
@@ -379,34 +383,36 @@ NAMES = (
 
 # --- misdirected clients ---------------------------------------------------------------------------------------------
 
-_SEEKING = (Key.METADATA, Key.FIND_COORDINATOR, Key.INIT_PRODUCER_ID)  # asked on the first connection, before any other
-_LOOKS, _LOOKS_S = 10, 60.0  # a client that asks in so many seconds of so long, and for nothing else, is misdirected
+_SEEKING = (Key.METADATA, Key.FIND_COORDINATOR, Key.INIT_PRODUCER_ID)  # a new client's first requests
+_LOOKS, _LOOKS_S = 10, 60.0  # a client that only asks, so many times in so many seconds, is misdirected
 _LOOK_S = 1.0  # requests that follow each other within this time are one look
 _MOST_SEEKERS = 1000
 _LONGEST_CLIENT = 100
 
 
 class Seekers:
-    """Clients that have asked where the broker is, and for nothing else since.
+    """Clients that have asked where the broker is, and have sent no other request since.
 
-    Judgement   A client is its host and its client.id. One that was told the right address asks for something else at
-                once, and is forgotten here. One that was told a wrong address asks again, every second or so, on the
-                same connection or on a new one. A client that asks for all topics lists them, and has what it wanted.
-                One whose topic is not there waits for the topic.
-    Memory      At most _MOST_SEEKERS; those that have asked longest ago make room.
-    Not covered A client that asks once: it gives up, or tries only the address that it was told. One whose host and
-                client.id another one has, to whom the address is right. A program that does nothing but ask about named
-                topics, ten times a minute, is taken for misdirected.
+    Judgement   A client is its host and its client.id. A client that was told the right address soon sends another
+                request, and is forgotten here. A client that was told a wrong address asks again every second or so, on
+                the same connection or on a new one. A client that asks for all topics lists them, and has what it
+                wanted. A client whose topic does not exist waits for the topic.
+    Memory      At most _MOST_SEEKERS; those that asked longest ago make room.
+    Not covered A client that asks once: it gives up, or tries only the address that it was told. A client that shares
+    host
+                and client.id with another, for which the address is right. A program that does nothing but ask about
+                named topics, ten times a minute, is taken for misdirected.
     """
 
     def __init__(self, cluster: Cluster, log: Logger) -> None:
         self._cluster, self._log = cluster, log
-        # host, client.id, whether it has asked for more than topics → when it has asked; who has just asked stands last
+        # host, client.id, whether it has asked for more than topics → times of its requests; the latest client stands
+        # last
         self._looks: dict[tuple[str, str, bool], deque[float]] = {}
         self._told, self._logged_at = "", -_LOOKS_S
 
     def note(self, call: Call, answer: Fields | bytes | None) -> None:
-        """Note what a client has asked for, and whether it comes again."""
+        """Note a client's request, and whether it only asks for the address again."""
         key = call.header.key
         if key in BEFORE or (key not in _SEEKING and not self._looks):
             return

@@ -1,16 +1,18 @@
-"""Fetch, ListOffsets and OffsetForLeaderEpoch: the records of partitions as batches, and the offsets they have.
+"""Fetch, ListOffsets and OffsetForLeaderEpoch: the records of partitions as batches, and their offsets.
 
-    Fetch → in the cache: answer → look at what is asked for → nothing: wait → read → answer
+    Fetch of orders/0 from offset 17    → high watermark 20, one batch with the records 17 to 19
+    steps: in the cache: answer → look at the partitions → no records: wait → read → answer
 
-Invariant   What is shown is in its partition, so durable, routed and, in a shard, committed (core/partitions.py). No answer
-            says that an offset is out of range while a later end may be known: consumers would begin anew.
-            A partition that cannot be read is an error of its own, and the others are served.
-Wait        A waiting fetch is woken by the kernel (core/fetching.py). A partition that has had no event since it was
-            looked at is not looked at again. An error that the last answer told ends no wait: a client that asks again
-            and again is answered when its time is up.
-Memory      An answer has at most bodies.MAX_ANSWER, or one batch that is longer. Batches are made of _CHUNK_BYTES of lines.
-            All answers count in the budget of all doors until their clients have taken them; a waiting fetch holds
-            nothing. At most _MOST_KNOWN partitions are remembered, of all connections.
+Invariant   A record that is shown is in its partition, so it is durable, routed and, in a shard, committed
+            (core/partitions.py). No answer says that an offset is out of range while a later end may be known, because
+            consumers would begin anew. A partition that cannot be read is an error of its own, and the others are
+            served.
+Wait        A waiting fetch is woken by the kernel (core/fetching.py). A partition without an event since the last look
+            is not looked at again. An error that the last answer had does not end a wait: a client that repeats its
+            fetch is answered when its time is up.
+Memory      An answer has at most bodies.MAX_ANSWER, or one batch that is longer. Batches are made of _CHUNK_BYTES of
+            lines. All answers count in the budget of all doors until their clients have taken them; a waiting fetch
+            holds nothing. At most _MOST_KNOWN partitions are remembered, of all connections.
 Not covered Sessions: every answer says session 0, so clients name all their partitions each time. Followers' fetches.
 """
 
@@ -39,26 +41,25 @@ from kmq.gateway.kafka.records import encode, patched
 from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import ErrorCode, Fields, KafkaRefused, Key
 from kmq.log.damage import DamageError, MisplacedError
-from kmq.message.record import count_lines, stamp
-from kmq.wire.requests import Position, TopicPartition
+from kmq.message.record import count_lines
+from kmq.wire.requests import TopicPartition
 
-_FEW = 16  # partitions that are looked at without a thread
-_MOMENT_S = 1.0  # for which an end is told that may be higher by now
+_FEW = 16  # partitions that are looked at in the event loop
+_MOMENT_S = 1.0  # a known end may be this old in an answer
 _CHUNK_BYTES = MIB  # of lines that become a batch
-_ENOUGH_BYTES = 512 * KIB  # that are left of a limit, and not worth another batch: small ones cost more a record
+_ENOUGH_BYTES = 512 * KIB  # less room than this is not worth another batch: small ones cost more a record
 _PIECE_BYTES = 64 * KIB  # given to the transport at once
-_SEARCHED_BYTES = MIB  # of records that are looked at for their time
-_REST_S = 5.0  # until an offset that cannot be read is read again
+_REST_S = 5.0  # until an unreadable offset is read again
 _MOST_KNOWN = 20_000
 _WITH_SIZE = 3  # numbers of the signature of a partition that has a segment
-_SPARE_WATCHES = 64  # directories that a connection watches and does not ask for any more
+_SPARE_WATCHES = 64  # directories that a connection may watch besides those that it asks for
 _ZSTD_FROM = 10  # version of Fetch whose clients know zstd
-_LATEST, _EARLIEST = -1, -2  # times of ListOffsets that mean an end of the partition
+_LATEST, _EARLIEST, _HIGHEST = -1, -2, -3  # times of ListOffsets: an end of the partition, and its highest time
 T = TypeVar("T")
 
 
 class _KnownPartition:
-    """A partition as a connection reads it. `first` and `end` are those of when its files were `seen`; `end` may have risen."""
+    """A partition as a connection reads it. `first` and `end`: as its files were `seen`; `end` may have risen."""
 
     __slots__ = ("damage", "directory", "end", "first", "offset", "partition", "rests_until", "seen", "seen_at")
 
@@ -74,7 +75,7 @@ class _KnownPartition:
             self.offset, self.rests_until = offset, 0.0
 
     def look(self) -> None:
-        """Find out where the partition begins and ends now. Raises DamageError; RequestRefused if its topic was deleted."""
+        """Find the beginning and end of the partition. Raises DamageError; RequestRefused if its topic was deleted."""
         seen, self.seen_at = self.partition.signature(), time.monotonic()
         if seen != self.seen:
             self.partition.check()
@@ -86,12 +87,12 @@ class _KnownPartition:
             self.seen = seen
 
     def rest(self, damage: DamageError) -> None:
-        """Read nothing for a moment. What lies in a wrong place is looked at at once: the router may write its index."""
+        """Pause reading. A misplaced record is retried at once, because the router may be writing its index."""
         if not isinstance(damage, MisplacedError):
             self.damage, self.rests_until = damage, time.monotonic() + _REST_S
 
     def begins_as_seen(self) -> bool:
-        """Return True if it is the same partition still, with the beginning that it had a moment ago. Reads no file."""
+        """Return True if it is still the same partition, with the same beginning as a moment ago. Reads no file."""
         if self.seen is None or time.monotonic() - self.seen_at > _MOMENT_S:
             return False
         now, seen = self.partition.signature(), self.seen
@@ -103,7 +104,7 @@ class _KnownPartition:
         return time.monotonic() < self.rests_until
 
     def growth(self) -> int:
-        """Return by how many bytes the partition has grown since it was seen; another segment counts as a whole answer."""
+        """Return how many bytes the partition has grown since it was seen. A new segment counts as a whole answer."""
         now, seen = self.partition.signature(), self.seen
         if now == seen or self.is_resting:
             return 0
@@ -113,7 +114,7 @@ class _KnownPartition:
 
 
 class _Row(Row):
-    """What a partition gets in the answer, and the partition as it is known."""
+    """A partition's part of the answer, and the partition as the connection knows it."""
 
     __slots__ = ("known",)
 
@@ -123,7 +124,7 @@ class _Row(Row):
         self.known = known
 
     def has_records(self, offset: int) -> bool:
-        """Return True if there are records to be read from `offset` on."""
+        """Return True if there are records at or after `offset`."""
         return self.code == ErrorCode.none and offset < self.end
 
 
@@ -131,7 +132,7 @@ Rows = dict[TopicPartition, _Row]
 
 
 class _Consumer(BudgetHolder):
-    """A connection that fetches: its partitions, what wakes it, and the errors that it was told last."""
+    """A connection that fetches: its partitions, its wake-up event, and the errors of its last answer."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class _Consumer(BudgetHolder):
         self.event = asyncio.Event()
         self.waiter = Waiter(self.event)
         self.known: dict[TopicPartition, _KnownPartition] = {}
-        self.counted = 0  # of these, in the number of all
+        self.counted = 0  # how many of them are counted in `FetchChapter._known`
         self.told: dict[TopicPartition, ErrorCode] = {}
 
     def end(self, why: str) -> None:
@@ -147,12 +148,12 @@ class _Consumer(BudgetHolder):
         self._connection.force_close()
 
     def is_quiet(self, place: TopicPartition) -> bool:
-        """Return True if nothing has happened to a partition since it was looked at."""
+        """Return True if a partition has had no event since the last look."""
         known = self.known.get(place)
         return known is not None and known.seen is not None and self.waiter.is_quiet(known.directory)
 
     def is_behind(self, place: TopicPartition, offset: int) -> bool:
-        """Return True if the record at `offset` was there a moment ago, and the partition is as it was."""
+        """Return True if the record at `offset` was there a moment ago, and the partition has not changed."""
         known = self.known.get(place)
         return known is not None and known.first <= offset < known.end and known.begins_as_seen()
 
@@ -162,7 +163,7 @@ class _Consumer(BudgetHolder):
         return known is not None and cache.find(*place, offset, known.partition.from_seq) is not None
 
     def may_have(self, place: TopicPartition, offset: int) -> bool:
-        """Return True unless a partition had nothing from `offset` on when it was looked at last."""
+        """Return False if a partition had no record at or after `offset` at the last look."""
         known = self.known.get(place)
         return known is None or offset < known.end
 
@@ -177,7 +178,7 @@ class _Consumer(BudgetHolder):
 
 
 class FetchChapter:
-    """What consumers ask for."""
+    """Fetch requests and offset queries of all connections."""
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class FetchChapter:
     ) -> None:
         self._core, self._ids, self._cache, self._counts, self._incidents = core, ids, cache, counts, incidents
         self._partitions, self._epoch = core.partitions, epoch
-        self._consumers: OrderedDict[Connection, _Consumer] = OrderedDict()  # the one served last at the end
+        self._consumers: OrderedDict[Connection, _Consumer] = OrderedDict()  # least recently served first
         self._known = 0  # of all consumers
         self.handlers: dict[Key, Handler] = {
             Key.FETCH: self.fetch,
@@ -207,12 +208,12 @@ class FetchChapter:
             consumer.close()
 
     async def close(self) -> None:
-        """End. The threads that read files are the core's."""
+        """End. The threads that read files belong to the core."""
 
     # --- Fetch -------------------------------------------------------------------------------------------------------
 
     async def fetch(self, call: Call) -> bytes | None:
-        """Answer a Fetch: with what there is, or when there is something, or when its time is up."""
+        """Answer a Fetch: with the records that are there, or when there are enough, or when its time is up."""
         request = read_fetch(call.body, call.version)
         if request.is_incremental:
             return fetch_response(call, {}, ErrorCode.fetch_session_id_not_found).frame()
@@ -228,7 +229,7 @@ class FetchChapter:
         return None
 
     async def _named(self, request: FetchRequest) -> FetchRequest:
-        """Return a request by ids with the names of the topics. A topic that is not known keeps its id for a name."""
+        """Replace the topic ids of a request by names. An unknown topic keeps its id as its name."""
         names = {text: await self._ids.topic(id) or text for text, id in request.ids.items()}
         partitions = {
             TopicPartition(names[topic], number): asked for (topic, number), asked in request.partitions.items()
@@ -246,7 +247,7 @@ class FetchChapter:
         return consumer
 
     async def _rows(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows:
-        """Return what there is, once it is enough, or the time is up."""
+        """Return the records once there are enough, or the time is up."""
         until, is_first = time.monotonic() + request.wait_s, True
         while True:
             positions = [(place, asked.offset) for place, asked in request.partitions.items()]
@@ -262,7 +263,7 @@ class FetchChapter:
                 most = min(request.max_bytes, MAX_ANSWER, sum(asked.max_bytes for asked in wanted))
                 try:
                     await self._core.answers.take(consumer, most + COPIES * _CHUNK_BYTES)
-                except RequestRefused:  # too many answers are on their way: this one is empty
+                except RequestRefused:  # the answers' budget is used up: this answer is empty
                     return rows
                 nbytes, is_full = await self._core.fetching.run(self._read, call, request, rows)
                 self._core.answers.settle(consumer, nbytes)
@@ -279,17 +280,17 @@ class FetchChapter:
             del rows
 
     async def _kept_rows(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows | None:
-        """Return what producers have just sent, if that answers the request; None if files have to be read.
+        """Return cached batches if they answer the request; None if files must be read.
 
-        Without a thread, because each one waits long for its turn while producers keep the gateway busy. A consumer that
-        waits for two of them a fetch falls behind the cache, and lines cost it ten times as much.
+        Uses no thread, because a thread waits long for its turn while producers keep the gateway busy. A consumer that
+        waits for two threads in each fetch falls behind the cache, and reading lines costs it ten times as much.
         """
         asked = request.partitions
         if len(asked) > _FEW or not any(
             consumer.finds(self._cache, place, each.offset) for place, each in asked.items()
         ):
             return None
-        with suppress(RequestRefused):  # files are read then, which is refused once more
+        with suppress(RequestRefused):  # then files are read, and refused again if need be
             most = min(request.max_bytes, MAX_ANSWER, sum(each.max_bytes for each in asked.values()))
             await self._core.answers.take(consumer, most + COPIES * _CHUNK_BYTES)
             rows, nbytes = self._kept_in(call, consumer, request)
@@ -301,7 +302,7 @@ class FetchChapter:
         return None
 
     def _kept_in(self, call: Call, consumer: _Consumer, request: FetchRequest) -> tuple[Rows, int]:
-        """Return what the cache has for each partition, and how many bytes; nothing if one of them may have lines instead."""
+        """Return each partition's cached records, and their bytes. Return nothing if one may have lines instead."""
         rows, nbytes, left = Rows(), 0, min(request.max_bytes, MAX_ANSWER)
         for place, asked in request.partitions.items():
             known, id = consumer.known.get(place), request.ids.get(place.topic)
@@ -315,7 +316,7 @@ class FetchChapter:
             known.move(asked.offset)
             most = min(asked.max_bytes, left)
             records = self._records(known, asked.offset, most, not nbytes, call.version, has_lines=False)
-            has_none = not records and self._kept(known, asked.offset, call.version) is None  # else there is no room
+            has_none = not records and self._kept(known, asked.offset, call.version) is None  # else it lacks room
             if has_none and (asked.offset != known.end or known.growth()):
                 return Rows(), 0
             known.end = max(known.end, self._cache.end(place) or 0)
@@ -325,7 +326,7 @@ class FetchChapter:
         return rows, nbytes
 
     async def _looked_at(self, call: Call, consumer: _Consumer, request: FetchRequest, is_first: bool) -> Rows:
-        """Return the state of what is asked for, without records. `is_first`: this request has not waited yet."""
+        """Return the state of the requested partitions, without records. `is_first`: the request has not waited yet."""
         asked = request.partitions
         if all(map(consumer.is_quiet, asked)):
             return self._look(call, consumer, request)  # reads no files
@@ -342,7 +343,7 @@ class FetchChapter:
         return rows
 
     async def _wait(self, consumer: _Consumer, partitions: list[_KnownPartition], until: float, missing: int) -> bool:
-        """Wait until they have grown by about so many bytes, or the time is up. Return True if any has grown."""
+        """Wait until they have grown by about `missing` bytes, or the time is up. Return True if any has grown."""
         grown: dict[str, int] = {}
 
         def look(known: _KnownPartition) -> bool:
@@ -368,7 +369,7 @@ class FetchChapter:
     # --- looking and reading, in threads -----------------------------------------------------------------------------
 
     def _look(self, call: Call, consumer: _Consumer, request: FetchRequest, are_known: bool = False) -> Rows:
-        """Return where each partition begins and ends, or what is wrong with it. `are_known`: as it was a moment ago."""
+        """Return the beginning and end of each partition, or its error. `are_known`: they are as a moment ago."""
         rows = Rows()
         for place, asked in request.partitions.items():
             work = self._look_at, consumer, place, asked.offset, request.ids.get(place.topic), are_known
@@ -379,7 +380,7 @@ class FetchChapter:
     def _tried(
         self, call: Call, place: TopicPartition, epoch: int, work: Callable[..., T], *arguments: object
     ) -> tuple[ErrorCode, T | None]:
-        """Return the result of work on a partition, or why it has none. `epoch`: that the client takes for the leader's."""
+        """Return the result of work on a partition, or its error. `epoch`: of the leader as the client knows it."""
         if not call.may(Key(call.header.key)):
             return ErrorCode.topic_authorization_failed, None
         if epoch not in (UNKNOWN, self._epoch()):
@@ -399,7 +400,7 @@ class FetchChapter:
     def _look_at(
         self, consumer: _Consumer, place: TopicPartition, offset: int, id: UUID | None, is_known: bool
     ) -> _Row:
-        """Look at a partition, unless it is known that nothing has changed. `id`: by which its topic is asked for.
+        """Look at a partition, unless it is known to be unchanged. `id`: the topic id of the request.
 
         Raises RequestRefused, DamageError.
         """
@@ -412,13 +413,13 @@ class FetchChapter:
             if known.is_resting and known.damage is not None:
                 raise known.damage
             try:
-                # The event of what the client knows may be on its way.
+                # The client may know an end whose event has not arrived here yet.
                 if not is_known and (offset > known.end or not is_quiet):
                     known.look()
             except RequestRefused as err:
                 if err.code != "unknown_topic":
                     raise
-                known = None  # it was deleted, and may have been made again
+                known = None  # it was deleted, and perhaps declared again
         if known is None:
             consumer.known.pop(place, None)
             known = consumer.known[place] = _KnownPartition(self._partitions.open(*place), offset)
@@ -432,7 +433,7 @@ class FetchChapter:
         return row
 
     def _out_of_range(self, offset: int, end: int) -> RequestRefused:
-        """Return the refusal of an offset that is not there. Raises RequestRefused if another broker may know it."""
+        """Return the refusal of an offset out of range. Raises RequestRefused if another broker may know the offset."""
         gateway = self._core.broker.page.rows["gateway"]
         if not self._core.watermark.is_followed or gateway.state_name != "ready":
             return RequestRefused("not_ready", "the broker recovers, so first and end offset are unknown")
@@ -441,7 +442,7 @@ class FetchChapter:
         return RequestRefused("out_of_range")
 
     def _read(self, call: Call, request: FetchRequest, rows: Rows) -> tuple[int, bool]:
-        """Fill rows with records. Return how many bytes they are, and whether that is all there is room for."""
+        """Fill rows with records. Return their number of bytes, and whether the room is used up."""
         nbytes, left = 0, min(request.max_bytes, MAX_ANSWER)
         for place, asked in request.partitions.items():
             row = rows[place]
@@ -462,7 +463,7 @@ class FetchChapter:
     ) -> list[bytes]:
         """Return the batches from `offset` on, at most so many bytes. `is_first`: one batch may be larger.
 
-        `has_lines`: also those that have to be made of lines.
+        `has_lines`: also batches that must be made from lines.
         """
         found: list[bytes] = []
         while not found or most >= _ENOUGH_BYTES:
@@ -470,7 +471,7 @@ class FetchChapter:
                 data, following = self._batch(known, offset, most, version, has_lines)
             except DamageError as err:
                 if found:
-                    break  # the next fetch hears of it
+                    break  # the next fetch reports it
                 known.rest(err)
                 raise
             if not data or (len(data) > most and (found or not is_first)):
@@ -494,7 +495,7 @@ class FetchChapter:
         if not has_lines or offset >= known.end:
             return b"", offset
         first, lines = partition.read(offset, min(max(1, most), _CHUNK_BYTES))
-        if first != offset:  # retention has removed it, which is no event
+        if first != offset:  # retention has deleted it, which causes no event
             known.first, known.seen = first, None
             raise self._out_of_range(offset, known.end)
         marks_from, is_receipt = self._partitions.marks_from, self._partitions.shows_receipt(topic)
@@ -510,9 +511,9 @@ class FetchChapter:
         return batch, following
 
     def _kept(self, known: _KnownPartition, offset: int, version: int) -> KeptBatch | None:
-        """Return the batch as it was produced, if it is in memory and shows what the lines show to this client.
+        """Return the batch as it was produced, if it is in memory and shows this client the same as its lines.
 
-        A compacted topic is always read from its lines: compaction takes some of them away, and the cache does not know.
+        A compacted topic is always read from its lines: compaction removes lines, and the cache does not know which.
         """
         partition, topic = known.partition, known.partition.topic
         kept = self._cache.find(topic, partition.number, offset, partition.from_seq)
@@ -540,30 +541,15 @@ class FetchChapter:
         return {"topics": topics}
 
     def _offset_at(self, place: TopicPartition, timestamp: int) -> tuple[int, int]:
-        """Return (timestamp, offset) of the first record that is shown with this time or a later one; -1 for none.
-
-        Records are found by when they were received, and then looked through. If none of them is shown with such a time,
-        the first that was received since then is meant.
-        """
+        """Return (timestamp, offset) of the first record with this time or a later one; -1 if there is none."""
         first, end = self._partitions.bounds(*place)
         if timestamp in (_EARLIEST, _LATEST):
             return UNKNOWN, first if timestamp == _EARLIEST else end
-        if timestamp < 0:
+        if timestamp < 0 and timestamp != _HIGHEST:
             raise RequestRefused("bad_field", f"{timestamp} is no time")
-        partition, is_receipt = self._partitions.open(*place), self._partitions.shows_receipt(place.topic)
-        best = UNKNOWN, UNKNOWN
-        offset, nbytes = partition.locate(Position("time", timestamp * 1000)), 0
-        for messages, _ in partition.chunks(offset, _SEARCHED_BYTES // 16):
-            for message in messages:
-                shown = stamp(message.line)[1] // 1000 if is_receipt else message.timestamp_ms
-                if shown >= timestamp:
-                    return shown, message.offset
-                if best[1] < 0:
-                    best = shown, message.offset
-                nbytes += message.size
-            if nbytes >= _SEARCHED_BYTES:
-                break
-        return best
+        partition = self._partitions.open(*place)
+        found = partition.highest_shown() if timestamp == _HIGHEST else partition.first_shown(timestamp)
+        return found or (UNKNOWN, UNKNOWN)
 
     async def _offset_for_leader_epoch(self, call: Call) -> Fields:
         topics = []
@@ -581,6 +567,6 @@ class FetchChapter:
         return {"topics": topics}
 
     def _end_of(self, place: TopicPartition, epoch: int) -> tuple[int, int]:
-        """Return (ours, end) for an epoch up to ours: what was shown is never cut. (-1, -1) for one that we do not know."""
+        """Return (our epoch, end) for an epoch up to ours: shown records are never cut. (-1, -1) for a later epoch."""
         _, end = self._partitions.bounds(*place)
         return (self._epoch(), end) if 0 <= epoch <= self._epoch() else (UNKNOWN, UNKNOWN)

@@ -1,23 +1,31 @@
 """Consumer groups by Kafka's protocol, in the groups that all doors share (kmq/gateway/groups).
 
-Kinds       A client that offers one of the broker's assignors is a member of kind `kmq`: the broker assigns, as to members
-            of all doors. Others are of kind `kafka`: Connect, schema registries, assignors of their own. One of them leads,
-            and the broker keeps bytes that it does not understand. A group is of one kind while it has members.
-JoinGroup   is answered when no step of the group is due that its member would have to join again for. In kind `kmq` it
+    JoinGroup with assignors [range] and topics [orders]    → generation 1, no leader
+    SyncGroup of generation 1                               → assignment: orders/0, orders/1
+
+Kinds       A client that offers one of the broker's assignors is a member of kind `kmq`: the broker assigns, as to
+            members of all doors. Others are of kind `kafka`: Connect, schema registries, assignors of their own. One of
+            them leads, and the broker keeps bytes that it does not understand. A group is of one kind while it has
+            members.
+JoinGroup   is answered when no step of the group is due that would make its member join again. In kind `kmq` the answer
             names no leader and no members, so every client is a follower.
-SyncGroup   gives the member what it reads in the generation that JoinGroup named; in kind `kafka` what the leader says,
-            for which it waits.
-Heartbeat   REBALANCE_IN_PROGRESS when the member was given or asked for something since the generation that it knows.
-            Then it joins again, and says what it still reads: with an eager assignor nothing. What it was asked for and
-            does not name is given up. What it was not asked for stays its own, so joining again moves nothing by itself.
-            Who keeps what it has goes on in its generation: a static member that starts again disturbs nobody.
-Commits     are fenced by generation, member and instance. Without members anybody may commit.
-Loading     Until the offsets are loaded: COORDINATOR_LOAD_IN_PROGRESS, at the place that the version has for it. But
-            SyncGroup is told to join again, and a heartbeat nothing, as by Apache's broker: clients die of it there.
+SyncGroup   returns the member's assignment in the generation that JoinGroup named. In kind `kafka` it waits for the
+            leader's assignment.
+Heartbeat   REBALANCE_IN_PROGRESS if the member was given or asked for something since the generation that it knows.
+            Then it joins again, and says what it still reads: with an eager assignor nothing. Revoked partitions that
+            it does not name are given up. Other partitions stay its own, so joining again moves nothing by itself.
+            A member whose assignment stays continues in its generation: restarting a static member disturbs no other.
+Commits     are fenced by generation, member and instance. In a group without members every client may commit.
+Loading     Until the offsets are loaded: COORDINATOR_LOAD_IN_PROGRESS, where the version has a field for it. SyncGroup
+            is told to join again instead, and a heartbeat gets no error, as from Apache's broker, because clients die
+            of it.
 Invariant   No answer comes from offsets that are not loaded. No client is sent an error that Apache's broker does not
             send to that request.
-Silence     A connection that ends does not end a member; its session does. A member that waits for an answer beats.
-Not covered A message that was given back (nack) comes to members at other doors alone.
+Silence     The end of a connection does not end a member; its session timeout does. A member that waits for an answer
+            beats.
+Not covered A given-back message (nack) is delivered again only to members at other doors. So while a Kafka member owns
+            a partition nothing is given back there (kafka_owner), and waiting messages are lag and a warning
+            (nacked_waiting).
 """
 
 import asyncio
@@ -27,7 +35,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kmq.gateway.core.broker import RequestRefused
-from kmq.gateway.core.producing import ANSWER_S
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.assignors import ASSIGNORS, COOPERATIVE
 from kmq.gateway.groups.membership import Groups
@@ -57,7 +64,7 @@ from kmq.wire.requests import TopicPartition
 
 # --- what members say of themselves -----------------------------------------------------------------------------------
 # The metadata of an assignor of protocol type `consumer`: a version, the topics, bytes of the assignor's own; from
-# version 1 on what the member still reads; then what later versions add.
+# version 1 on also the partitions that the member still reads, then fields of later versions.
 
 _CONSUMER = "consumer"
 _MAX_METADATA = GroupLimits().opaque
@@ -66,17 +73,17 @@ _SHORT, _INT = struct.Struct(">h"), struct.Struct(">i")
 
 
 class MemberMetadata(NamedTuple):
-    """Which topics a member wants, and what it says it still reads."""
+    """The topics that a member wants, and the partitions it says it still reads."""
 
     topics: tuple[str, ...]
     owned: frozenset[Partition]
 
 
 def read_metadata(metadata: bytes) -> MemberMetadata:
-    """Return what a member's metadata says. Raises BadRequest if not even the topics can be read.
+    """Return a member's metadata. Raises BadRequest if not even the topics can be read.
 
-    What comes after the topics is read as far as it can be: there are clients that say version 1 and end before it.
-    Topics that cannot exist are left out, because Kafka's clients may subscribe to whatever they like.
+    Fields after the topics are read as far as possible: some clients say version 1 and end before its fields. Topic
+    names that are not valid are left out, because Kafka's clients may subscribe to any name.
     """
     reader = wire.Reader(memoryview(metadata), 0, False)
     (version,) = reader.unpack(_SHORT)
@@ -94,7 +101,7 @@ def read_metadata(metadata: bytes) -> MemberMetadata:
 
 
 def metadata_bytes(topics: Iterable[str]) -> bytes:
-    """Return metadata as other clients read it, of whatever door the member is."""
+    """Return metadata as other clients read it, whatever door the member uses."""
     names = [*topics]
     writer = wire.Writer(is_flexible=False)
     writer.pack(">hi", 0, len(names))
@@ -141,12 +148,13 @@ _CODES = {
     "fenced": ErrorCode.illegal_generation,
     "unknown_topic": ErrorCode.unknown_topic_or_partition,
     "unknown_partition": ErrorCode.unknown_topic_or_partition,
-    # Clients give up a commit for this one, and neither repeat it nor join again.
+    # For this code clients give up the commit. They neither repeat it nor join again.
     "out_of_range": ErrorCode.invalid_commit_offset_size,
     "bad_request": ErrorCode.invalid_commit_offset_size,
     "offsets_full": ErrorCode.invalid_commit_offset_size,
 }
-# What differs in JoinGroup, which names no generation and commits nothing, and in SyncGroup, where clients expect less.
+# Different codes in JoinGroup, which names no generation and commits nothing, and in SyncGroup, where clients know
+# fewer.
 _JOIN_CODES = {"bad_request": ErrorCode.inconsistent_group_protocol, "fenced": ErrorCode.unknown_member_id}
 _SYNC_CODES = {
     "not_ready": ErrorCode.rebalance_in_progress,
@@ -154,12 +162,12 @@ _SYNC_CODES = {
     "subscription_too_large": ErrorCode.unknown_server_error,
 }
 _EPOCH_CODES = {"fenced": ErrorCode.stale_member_epoch}  # of members that have an epoch (groups848.py): commit again
-_OF_A_MEMBER = (ErrorCode.none, ErrorCode.unknown_member_id, ErrorCode.fenced_instance_id)  # of several that leave
-_OF_ONE = ("fenced", "unknown_partition", "out_of_range", "bad_request")  # may be about one partition of several
+_OF_A_MEMBER = (ErrorCode.none, ErrorCode.unknown_member_id, ErrorCode.fenced_instance_id)  # if several leave at once
+_OF_ONE = ("fenced", "unknown_partition", "out_of_range", "bad_request")  # may concern one partition of several
 
 
 def code_of(refused: RequestRefused, instead: Mapping[str, ErrorCode] | None = None) -> ErrorCode:
-    """Return the error that says why something is refused. `instead`: what differs from the usual."""
+    """Return the error code for a refusal. `instead`: codes that differ from the usual ones."""
     return wire.code_of(refused, _CODES | dict(instead or {}))
 
 
@@ -180,12 +188,12 @@ class Waiting:
 
 
 class KafkaGroups(Chapter):
-    """The handlers of what is asked about groups. A connection that ends does not end its member."""
+    """The handlers of group requests. The end of a connection does not end its member."""
 
     def __init__(
         self, groups: Groups, admin: GroupAdmin, transactions: Transactions, has_epoch: Callable[[str, str], bool]
     ) -> None:
-        """`has_epoch`: whether a member of a group speaks the protocol of groups848.py."""
+        """`has_epoch`: does a member of a group speak the protocol of groups848.py?"""
         self._groups, self._admin, self._transactions, self._has_epoch = groups, admin, transactions, has_epoch
         self.handlers: dict[Key, Handler] = {
             Key.JOIN_GROUP: self._join_group,
@@ -208,7 +216,7 @@ class KafkaGroups(Chapter):
         try:
             self._groups.ready()
             if call.version >= 4 and not body.member_id and _instance(body) is None:
-                # So that a client which has not got the answer does not leave a member behind.
+                # Told before the join, so that a client which misses the answer leaves no member behind.
                 id = self._groups.coordinator.new_id(call.header.client)
                 return {"error_code": ErrorCode.member_id_required, "protocol_name": "", "member_id": id}
             return await self._join(call)
@@ -225,7 +233,7 @@ class KafkaGroups(Chapter):
         client = Client(call.header.client, call.connection.peer)
         is_known = groups.coordinator.generation(group, member) is not None
         waiting = Waiting()
-        # A member that is known says in `_assigned` what it gives up.
+        # A known member says in `_assigned` which partitions it gives up.
         resume = Resume(owned=None if is_known else asked.owned)
         id = await groups.join(group, member, client, asked.options, waiting.hear, resume)
         try:
@@ -243,7 +251,7 @@ class KafkaGroups(Chapter):
         }
 
     def _led(self, group: str) -> list[Fields]:
-        """Return the members of a group of kind `kafka`, with what each says to the one that assigns."""
+        """Return the members of a group of kind `kafka` with their metadata, for the leader."""
         view = self._groups.describe(group)
         rows = [(member, _shown(member, view.protocol)) for member in view.members] if view else []
         return [
@@ -252,10 +260,10 @@ class KafkaGroups(Chapter):
         ]
 
     async def _assigned(self, group: str, member: str, owned: frozenset[Partition], waiting: Waiting) -> Assignment:
-        """Return what a member that has joined reads, when nothing is due that would change it.
+        """Return a new member's assignment, once no step is due that would change it.
 
-        A member that still reads some of what it was asked for must hear of that first, and joins again when it has
-        given it up. Raises RequestRefused (unknown_member) if the member ends meanwhile.
+        A member that still reads revoked partitions must learn of that first, and joins again when it has given them
+        up. Raises RequestRefused (unknown_member) if the member ends meanwhile.
         """
         while not waiting.ended:
             waiting.heard.clear()
@@ -265,7 +273,7 @@ class KafkaGroups(Chapter):
             elif not found.is_due:
                 return found
             else:
-                self._groups.sync(group, member)  # what others are waited for must not be its own fault
+                self._groups.sync(group, member)  # others must not have to wait for this member
                 await waiting.heard.wait()
         code = "fenced" if waiting.ended == "fenced" else "unknown_member"
         raise RequestRefused(code, f"group {group}: member {member} has ended")
@@ -288,9 +296,9 @@ class KafkaGroups(Chapter):
         }
 
     async def _handed_out(self, call: Call, found: Assignment) -> bytes:
-        """Return what the leader of a group of kind `kafka` says to a member in its generation, when it has said it.
+        """Return the leader's assignment for a member of a group of kind `kafka`, once it is there.
 
-        Raises RequestRefused: rebalance_timeout if another generation comes before, unknown_member if the member ends.
+        Raises RequestRefused: rebalance_timeout if another generation begins before, unknown_member if the member ends.
         """
         body, groups, waiting = call.body, self._groups, Waiting()
         group, member, generation = body.group_id, body.member_id, body.generation_id
@@ -321,7 +329,7 @@ class KafkaGroups(Chapter):
         return {"error_code": ErrorCode.rebalance_in_progress if is_over else ErrorCode.none}
 
     def _beat(self, call: Call) -> Assignment:
-        """Note a sign of life, and return what the member has. Raises RequestRefused (unknown_member, fenced …)."""
+        """Note a sign of life, and return the member's assignment. Raises RequestRefused (unknown_member, fenced …)."""
         self._groups.ready()
         group, member = call.body.group_id, call.body.member_id
         self._check_instance(group, member, _instance(call.body))
@@ -329,7 +337,7 @@ class KafkaGroups(Chapter):
         return self._groups.coordinator.assignment(group, member)
 
     def _check_instance(self, group: str, member: str, name: str | None) -> None:
-        """Raise RequestRefused unless `member` has the static name that it says; None: it says none."""
+        """Raise RequestRefused unless `member` has the static name that it says. None: it says no name."""
         if name is None:
             return
         holder = self._groups.coordinator.static_member(group, name)
@@ -345,7 +353,7 @@ class KafkaGroups(Chapter):
             code, name, member = ErrorCode.none, _instance(each), each.member_id
             try:
                 self._groups.ready()
-                if name is not None and not member:  # said by an operator, who knows no ids
+                if name is not None and not member:  # from an operator, who knows no ids
                     member = self._groups.coordinator.static_member(body.group_id, name) or ""
                 self._check_instance(body.group_id, member, name)
                 self._groups.leave(body.group_id, member)
@@ -364,7 +372,7 @@ class KafkaGroups(Chapter):
         return self._committed(call, codes | await self._commit(call, rows))
 
     async def _txn_offset_commit(self, call: Call) -> Fields:
-        """Put offsets into a transaction: they are committed with it. They are fenced now, as others are."""
+        """Put offsets into a transaction, which commits them. They are fenced now, like other commits."""
         rows, codes = self._asked_to_commit(call)
         return self._committed(call, codes | dict.fromkeys(rows, await self._hold_back(call, rows)))
 
@@ -375,25 +383,24 @@ class KafkaGroups(Chapter):
 
         def check() -> None:
             self._check_instance(group, member, _instance(body))
-            if member or generation >= 0:  # else an old client, which says only which producer it is
+            if member or generation >= 0:  # otherwise an old client, which names only its producer
                 groups.coordinator.check_commit(group, member, generation, tuple(rows), time.monotonic())
 
         try:
             self._groups.ready()
             self._transactions.find(*producer)
             groups.store.check(group, member, rows)
-            await groups.check_ends(rows, time.monotonic() + ANSWER_S)
             held = {place: row.by(member, max(0, generation), round(time.time(), 3)) for place, row in rows.items()}
             await self._transactions.hold_offsets(producer, group, held, check)
         except TransactionRefused as err:
-            is_busy = err.code == ErrorCode.concurrent_transactions  # which clients do not expect here
+            is_busy = err.code == ErrorCode.concurrent_transactions  # a code that clients do not expect here
             return ErrorCode.coordinator_load_in_progress if is_busy else err.code
         except RequestRefused as err:
             return code_of(err)
         return ErrorCode.none
 
     def _asked_to_commit(self, call: Call) -> tuple[dict[Partition, OffsetCommit], dict[Partition, ErrorCode]]:
-        """Return what a request asks to commit, and why some of it is not."""
+        """Return the offsets of a commit request, and codes for those that are refused."""
         rows, codes = dict[Partition, OffsetCommit](), dict[Partition, ErrorCode]()
         for topic, each in ((named.name, each) for named in call.body.topics for each in named.partitions):
             at, metadata = (topic, each.partition_index), each.committed_metadata or ""
@@ -405,7 +412,7 @@ class KafkaGroups(Chapter):
         return rows, codes
 
     def _committed(self, call: Call, codes: Mapping[Partition, ErrorCode]) -> Fields:
-        """Return the response to a commit. Where there is no code it is done."""
+        """Return the response to a commit. A partition without a code was committed."""
         call.errors.extend(filter(None, codes.values()))
 
         def row(topic: str, number: int) -> Fields:
@@ -415,15 +422,15 @@ class KafkaGroups(Chapter):
         return {"topics": [{"name": name, "partitions": [row(name, n) for n in numbers]} for name, numbers in found]}
 
     async def _commit(self, call: Call, rows: Mapping[Partition, OffsetCommit]) -> dict[Partition, ErrorCode]:
-        """Commit, and return why partitions were not. One that is refused for itself does not stop the others."""
+        """Commit, and return codes of partitions that failed. A partition refused alone does not stop the others."""
         body, groups = call.body, self._groups
         group, member, generation = body.group_id, body.member_id, body.generation_id_or_member_epoch
-        by = (None, None) if generation < 0 and not member else (member, generation)  # who assigns itself is no member
+        by = (None, None) if generation < 0 and not member else (member, generation)  # it assigns itself
         instead = _EPOCH_CODES if self._has_epoch(group, member) else None
 
         async def one(place: Partition) -> ErrorCode:
             try:
-                await groups.commit(group, by[0], {place: rows[place]}, by[1])
+                await groups.commit(group, by[0], {place: rows[place]}, by[1], may_exceed=True)
             except RequestRefused as err:
                 return code_of(err, instead)
             return ErrorCode.none
@@ -434,7 +441,7 @@ class KafkaGroups(Chapter):
                 self._check_instance(group, member, _instance(body))
             await groups.check_commit(group, by[0], by[1], ())
             try:
-                await groups.commit(group, by[0], rows, by[1])
+                await groups.commit(group, by[0], rows, by[1], may_exceed=True)
             except RequestRefused as err:
                 if err.code not in _OF_ONE:
                     raise
@@ -450,7 +457,7 @@ class KafkaGroups(Chapter):
         return {"groups": [self._offsets(call, group, topics) for group, topics in asked.items()]}
 
     def _offsets(self, call: Call, group: str, asked: Iterable[Any] | None) -> Fields:
-        """Return what a group has committed, in some topics or in all of them."""
+        """Return a group's committed offsets, in some topics or in all of them."""
         code = ErrorCode.none
         committed: Mapping[Partition, CommittedOffset] = {}
         try:
@@ -463,11 +470,11 @@ class KafkaGroups(Chapter):
         if asked is None:
             for topic, number in sorted(committed):
                 wanted.setdefault(topic, []).append(number)
-        elif code == ErrorCode.none or call.version < 2:  # which has no other place for an error
+        elif code == ErrorCode.none or call.version < 2:  # older versions have no other field for an error
             wanted = {topic.name: topic.partition_indexes for topic in asked}
 
         is_stable = code == ErrorCode.none and getattr(call.body, "require_stable", False)
-        pending = self._transactions.pending(group) if is_stable else ()  # nobody knows yet which one will be right
+        pending = self._transactions.pending(group) if is_stable else ()  # their outcome is not decided yet
 
         def row(topic: str, number: int) -> Fields:
             found = committed.get((topic, number))
@@ -485,7 +492,7 @@ class KafkaGroups(Chapter):
     # --- groups as people look after them -----------------------------------------------------------------------------
 
     async def _describe_groups(self, call: Call) -> Fields:
-        # Each once, however often a stranger asks for it, and one by one: it may have thousands of members.
+        # Each group once, however often a request names it, and one by one: it may have thousands of members.
         groups = dict.fromkeys(call.body.groups)
         return {"groups": await call.each(groups, group_named, self._described, code_of, at_once=1)}
 
@@ -552,18 +559,18 @@ _STATES = {
 
 
 def group_named(group: str) -> dict[str, Any]:
-    """Return how answers name a group."""
+    """Return the fields that name a group in answers."""
     return {"group_id": group}
 
 
 def _instance(body: Any) -> str | None:
-    """Return the static name that a member says; None if it has none, or the version knows of none."""
+    """Return the static name that a member says; None if there is none, or the version has no field for it."""
     name: str | None = getattr(body, "group_instance_id", None)
     return name
 
 
 class _Asked(NamedTuple):
-    """What a JoinGroup asks for. `names`: assignor → by which the client knows it. `owned`: what it says it still reads."""
+    """A JoinGroup. `names`: assignor → the client's name for it. `owned`: partitions it still reads, as it says."""
 
     options: MemberOptions
     names: Mapping[str, str]
@@ -571,10 +578,10 @@ class _Asked(NamedTuple):
 
 
 def _asked(body: Any, is_opaque: bool) -> _Asked:
-    """Return what a client asks for. `is_opaque`: the group is of kind `kafka`.
+    """Return a client's JoinGroup request. `is_opaque`: the group is of kind `kafka`.
 
-    It becomes a member of kind `kmq` if it offers one of the broker's assignors. Raises RequestRefused if it offers
-    nothing, or metadata that cannot be read.
+    The client becomes a member of kind `kmq` if it offers one of the broker's assignors. Raises RequestRefused if it
+    offers nothing, or metadata that cannot be read.
     """
     if not body.protocols or not body.protocol_type:
         raise RequestRefused("unknown_assignor", "no protocol is offered")
@@ -593,8 +600,9 @@ def _asked(body: Any, is_opaque: bool) -> _Asked:
         (),
         session_s=session_s,
         rebalance_s=min(max(rebalance_s, REBALANCE_S[0]), REBALANCE_S[1]),
-        max_poll_s=MAX_POLL_S[1],  # the client sees to that itself
+        max_poll_s=MAX_POLL_S[1],  # the client enforces it itself
         static_name=_instance(body),
+        is_kafka=True,
     )
     if is_opaque or not names:
         options = options._replace(assignors=tuple(metadata), opaque=Opaque(body.protocol_type, metadata))
@@ -608,7 +616,7 @@ def _asked(body: Any, is_opaque: bool) -> _Asked:
 
 
 def _shown(member: MemberView, protocol: str) -> dict[str, bytes]:
-    """Return what a member says and is told, as other clients read it."""
+    """Return a member's metadata and assignment, as other clients read them."""
     if member.opaque is not None:
         said, told = member.opaque.metadata.get(protocol, b""), member.handed_out
     else:

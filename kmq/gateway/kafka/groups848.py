@@ -1,27 +1,30 @@
 """Members of consumer groups by the newer protocol of Kafka's clients (KIP-848), in the groups that all doors share.
 
-One request says all: ConsumerGroupHeartbeat. Its answer says what the member is to read. There are no leaders.
+    ConsumerGroupHeartbeat, epoch 0, topics [orders]    → epoch 3, assignment: orders/0, orders/1
 
-Epoch       of a member is the newest generation of its group when it was answered last. So who shows an epoch has heard
-            of all that was asked for up to it.
-Asked       What the coordinator asks a member to give up is missing in its next answer, and is given up when the member
-            says that it reads none of it any more. What it says before it has heard of that gives nothing up.
-Assignors   The client's choice is a vote: `uniform` (sticky) or `range`. A member offers every assignor that there is, so
-            it shares a group with members of all doors that leave the assigning to the broker.
-Pattern     of topics: letters, `.`, classes, groups, alternatives and few repetitions, because a match may not take
-            long, whatever the names are. It is matched anew when there are other topics; those that would be too many are
-            left out. An empty one matches nothing.
-Static      A member that leaves for a while (-2) keeps what it has until its session ends, or a newer one takes its
-            name. While it is there nobody takes it.
-Crash       A new gateway knows no members: they hear UNKNOWN_MEMBER_ID, and join with what is committed.
-Not covered Racks. A topic that a message makes and a pattern matches has no offset of the group until the next heartbeat: a
-            client that begins at the end does not get its first records. What clients say of the topics that they read
-            but that were made again meanwhile.
+ConsumerGroupHeartbeat is the only request. Its answer has the member's assignment. There are no leaders.
+
+Epoch       of a member: the newest generation of its group at its last answer. So a member that shows an epoch knows
+            everything that it was asked for up to that generation.
+Asked       Partitions that a member must give up are missing in its next answer. They are given up when the member says
+            that it reads none of them any more. What it says before that answer gives nothing up.
+Assignors   The client's choice is a vote: `uniform` (sticky) or `range`. A member offers every assignor of the broker,
+            so it shares a group with members of all doors that leave the assigning to the broker.
+Pattern     of topics: letters, `.`, classes, groups, alternatives and few repetitions, because a match must be quick,
+            whatever the names are. It is matched again when topics change. Topics above the limit are left out. An
+            empty pattern matches nothing.
+Static      A member that leaves for a while (-2) keeps its partitions until its session ends, or a newer member takes
+            its name. While it is there no other member takes its name.
+Crash       A new gateway of a shard knows the members of the former one (group_records.py), and restores each one at
+            its first heartbeat. Elsewhere it knows none: they get UNKNOWN_MEMBER_ID, and join at the committed offsets.
+Not covered Racks. If a message creates a topic that a pattern matches, the group has no offset there until the next
+            heartbeat: a client that begins at the end misses the first records. What clients say of topics that they
+            read and that were deleted and declared again meanwhile.
 """
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -53,9 +56,9 @@ from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import INVALID_REGULAR_EXPRESSION, ErrorCode, Fields, KafkaRefused, Key
 from kmq.message import record
 
-_BEAT_EVERY = timedelta(seconds=2)  # each step of a rebalance waits for as long at most
+_BEAT_EVERY = timedelta(seconds=2)  # each step of a rebalance waits at most this long
 _JOINED_S = 2.0  # longest wait of a member that joins for its partitions
-_JOIN, _LEAVE, _LEAVE_FOR_A_WHILE = 0, -1, -2  # epochs that are none
+_JOIN, _LEAVE, _LEAVE_FOR_A_WHILE = 0, -1, -2  # special values of an epoch
 _ID_FROM = 1  # version from which on clients choose their ids
 _UNIFORM, _RANGE = "uniform", "range"
 _PREFERRED = {_UNIFORM: COOPERATIVE, _RANGE: "range"}
@@ -70,8 +73,8 @@ _CODES = {
 # --- what members say -------------------------------------------------------------------------------------------------
 
 _SAFE_PATTERN = re.compile(r"(?:[\w\-|()^$]|\\[.\-]|(?:\.|\[[\w.\-]+\])[*+?]?)*", re.ASCII)
-_MAX_PATTERN, _MAX_WAYS = 500, 200_000  # to match a name, which takes 7 ms for each two of * or +
-_WAYS = {"*": 200, "+": 200, "?": 3}  # a name has 200 bytes; to leave something out costs more than to take one more
+_MAX_PATTERN, _MAX_WAYS = 500, 200_000  # ways to match a name, which takes 7 ms for each two of * or +
+_WAYS = {"*": 200, "+": 200, "?": 3}  # a name has 200 bytes; an optional part costs more than one more byte
 
 
 def pattern_of(text: str) -> re.Pattern[str] | None:
@@ -90,8 +93,8 @@ def pattern_of(text: str) -> re.Pattern[str] | None:
 
 
 def _ways(text: str) -> int:
-    """Return in how many ways a safe pattern may be tried on a name, at most; to try a group costs twice as much."""
-    groups = [(0, 1)]  # that are open: ways of the alternatives before this one, and of this one so far
+    """Return the most ways in which a safe pattern may be tried on a name. A group costs twice as much."""
+    groups = [(0, 1)]  # open ones: ways of earlier alternatives, and of this one so far
     for char in text:
         before, ways = groups.pop()
         if char == "(":
@@ -107,7 +110,7 @@ def _ways(text: str) -> int:
 
 
 class _Wanted(NamedTuple):
-    """What a member wants to read, and how; each heartbeat may change some of it."""
+    """A member's wishes; each heartbeat may change some of them."""
 
     names: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
@@ -117,7 +120,7 @@ class _Wanted(NamedTuple):
 
 
 def _changed(wanted: _Wanted, body: Any) -> _Wanted:
-    """Return what is wanted after a heartbeat: what is null, or -1, is as before. Raises RequestRefused."""
+    """Return the wishes after a heartbeat. Fields that are null or -1 stay as before. Raises RequestRefused."""
     pattern = getattr(body, "subscribed_topic_regex", None)
     if body.subscribed_topic_names is not None:
         names = {name for name in body.subscribed_topic_names if record.is_topic_name(name)}
@@ -135,25 +138,35 @@ def _changed(wanted: _Wanted, body: Any) -> _Wanted:
 
 
 def _options(wanted: _Wanted, topics: Iterable[str]) -> MemberOptions:
-    """Return what is wanted as the coordinator takes it. `topics`: all there are."""
+    """Return a member's wishes as options for the coordinator. `topics`: all there are."""
     pattern, preferred = wanted.pattern, _PREFERRED[wanted.assignor]
     matching = {name for name in topics if pattern and pattern.fullmatch(name) and not name.startswith("__")}
     return MemberOptions(
         tuple(sorted(matching.union(wanted.names))),
         assignors=(preferred, *(name for name in ASSIGNORS if name != preferred)),
         rebalance_s=wanted.rebalance_s,
-        max_poll_s=MAX_POLL_S[1],  # the client sees to that itself
+        max_poll_s=MAX_POLL_S[1],  # the client enforces it itself
         static_name=wanted.static_name,
+        pattern=pattern.pattern if pattern else "",
+        is_kafka=True,
     )
 
 
+def _wanted_before(options: MemberOptions) -> _Wanted:
+    """Return the wishes of a member that a former leader of the shard had."""
+    assignor = next(name for name, preferred in _PREFERRED.items() if preferred == options.assignors[0])
+    pattern = pattern_of(options.pattern or "")
+    names = () if pattern else options.topics
+    return _Wanted(names, pattern, assignor, options.rebalance_s, options.static_name)
+
+
 class _Member:
-    """A member, and what it was told last. `topics`: all there were when its options were made."""
+    """A member, and its last answer. `topics`: all that existed when its options were made."""
 
     def __init__(self, wanted: _Wanted, topics: Mapping[str, int], options: MemberOptions) -> None:
         self.wanted, self.topics, self.options = wanted, topics, options
-        self.told: Partitions | None = None  # None: it does not know all that it has
-        self.asked: frozenset[Partition] = frozenset()  # what it was asked to give up when it was told
+        self.told: Partitions | None = None  # None: it may not know its assignment
+        self.asked: frozenset[Partition] = frozenset()  # partitions it was asked to give up in that answer
         self.has_left = False  # for a while
         self.heard, self.has_ended = asyncio.Event(), False
 
@@ -172,7 +185,7 @@ class ConsumerProtocol(Chapter):
     def __init__(self, groups: Groups, ids: TopicIds) -> None:
         self._groups, self._ids = groups, ids
         self._members: dict[tuple[str, str], _Member] = {}
-        self._matching = asyncio.Lock()  # strangers' patterns take one thread
+        self._matching = asyncio.Lock()  # clients' patterns take one thread
         self.handlers: dict[Key, Handler] = {
             Key.CONSUMER_GROUP_HEARTBEAT: self._heartbeat,
             Key.CONSUMER_GROUP_DESCRIBE: self._describe,
@@ -200,7 +213,7 @@ class ConsumerProtocol(Chapter):
             return _said(code_of(err, _CODES), id, epoch) | {"error_message": str(err)}
 
     def _answer(self, group: str, id: str, epoch: int) -> Fields:
-        """Return what a member is told that has shown this epoch. It is told what it has with each new one."""
+        """Return the answer to a member that has shown this epoch. A new epoch comes with the assignment."""
         member, found = self._known(group, id), self._groups.coordinator.assignment(group, id)
         member.asked = frozenset(found.revoking)
         fields = _said(ErrorCode.none, id, found.generation)
@@ -212,7 +225,7 @@ class ConsumerProtocol(Chapter):
         return fields
 
     def _by_topic(self, partitions: Partitions) -> list[Fields]:
-        """Return partitions as answers have them, without topics that have no id."""
+        """Return partitions in the form of answers, without topics that have no id."""
         rows: list[Fields] = []
         for topic, found in groupby(partitions, lambda partition: partition.topic):
             if (id := self._id(topic)) is not None:
@@ -221,12 +234,25 @@ class ConsumerProtocol(Chapter):
 
     def _known(self, group: str, id: str) -> _Member:
         member = self._members.get((group, id))
+        options = self._groups.coordinator.options(group, id) if member is None else None
+        if options is not None and options.pattern is not None:  # it joined at a former leader of the shard
+            member = _Member(_wanted_before(options), {}, options)
+            self._groups.listen(group, id, self._listener((group, id), member))
+            self._members[group, id] = member
         if member is None:
             raise RequestRefused("unknown_member", f"group {group} has no member {id}; join again")
         return member
 
+    def _listener(self, key: tuple[str, str], member: _Member) -> Callable[[Event], None]:
+        def hear(event: Event) -> None:
+            member.hear(event)
+            if member.has_ended and self._members.get(key) is member:
+                del self._members[key]
+
+        return hear
+
     def _check_instance(self, group: str, id: str, name: str | None) -> None:
-        """Raise RequestRefused if a newer member has the static name that this one says; None: it says none."""
+        """Raise RequestRefused if a newer member has the static name that this one says. None: it says no name."""
         holder = None if name is None else self._groups.coordinator.static_member(group, name)
         if holder not in (None, id):
             raise KafkaRefused(ErrorCode.fenced_instance_id, f"a newer member of group {group} has the name {name}")
@@ -234,7 +260,7 @@ class ConsumerProtocol(Chapter):
     # --- members ------------------------------------------------------------------------------------------------------
 
     async def _join(self, call: Call) -> str:
-        """Let a member join, and return its id, when it is given something or there is nothing to wait for."""
+        """Let a member join. Returns its id when it has partitions, or need not wait for any."""
         body, groups, wanted = call.body, self._groups, _changed(_Wanted(), call.body)
         group, id = body.group_id, body.member_id
         if not id and call.version >= _ID_FROM:
@@ -246,18 +272,18 @@ class ConsumerProtocol(Chapter):
         if holder not in (None, id) and (known := self._members.get((group, holder))) and not known.has_left:
             raise KafkaRefused(ErrorCode.unreleased_instance_id, f"member {name} of group {group} has not left")
         id = id or groups.coordinator.new_id(call.header.client)
-        # Who joins reads nothing yet, or any more.
+        # A member that joins reads nothing yet, or nothing any more.
         member = await self._enter(call, id, wanted, Resume(owned=(), takes_name=True))
         with groups.attending(group, id), suppress(TimeoutError):
             async with asyncio.timeout(_JOINED_S):
                 await member.heard.wait()
         self._known(group, id)
         if not groups.coordinator.generation(group, id):
-            raise RequestRefused("not_ready", f"group {group} has no generation yet")  # an epoch of 0 would say nothing
+            raise RequestRefused("not_ready", f"group {group} has no generation yet")  # an epoch of 0 would mean a join
         return id
 
     async def _enter(self, call: Call, id: str, wanted: _Wanted, resume: Resume | None = None) -> _Member:
-        """Let a member join, or ask for something else. If that is refused it is as it was."""
+        """Let a member join, or change its options. If that is refused, the member stays as it was."""
         groups, key = self._groups, (call.body.group_id, id)
         topics = groups.partitions_of
         async with self._matching:
@@ -267,19 +293,14 @@ class ConsumerProtocol(Chapter):
             former.wanted, former.topics = wanted, topics
             return former
         member = _Member(wanted, topics, options)
-
-        def hear(event: Event) -> None:
-            member.hear(event)
-            if member.has_ended and self._members.get(key) is member:
-                del self._members[key]
-
+        hear = self._listener(key, member)
         await groups.join(*key, Client(call.header.client, call.connection.peer), member.options, hear, resume)
         if not member.has_ended:
             self._members[key] = member
         return member
 
     async def _beat(self, call: Call) -> None:
-        """Take what a member says that has joined. Raises RequestRefused (unknown_member, fenced …)."""
+        """Handle a heartbeat of a known member. Raises RequestRefused (unknown_member, fenced …)."""
         body, groups = call.body, self._groups
         group, id, epoch = body.group_id, body.member_id, body.member_epoch
         member = self._known(group, id)
@@ -289,33 +310,33 @@ class ConsumerProtocol(Chapter):
             member = await self._ask_for(call, id, wanted, member)
         is_whole = body.subscribed_topic_names is not None or getattr(body, "subscribed_topic_regex", None) is not None
         if is_whole and body.topic_partitions is not None and wire.milliseconds(body.rebalance_timeout) >= 0:
-            member.told = None  # it has not got the last answer
+            member.told = None  # its last answer was lost
         if member.asked and body.topic_partitions is not None and not self._reads_asked(member, body):
             groups.revoked(group, id, epoch)
         else:
             groups.sync(group, id, epoch)
 
     async def _ask_for(self, call: Call, id: str, wanted: _Wanted, former: _Member) -> _Member:
-        """Let a member ask for something else, or for what its pattern matches now."""
+        """Change a member's options, or its topics to those that its pattern matches now."""
         topics = self._groups.partitions_of
         try:
             member = await self._enter(call, id, wanted)
         except RequestRefused:
             if wanted != former.wanted or former.has_ended:
                 raise
-            former.topics = topics  # others have made topics: it reads on, and does not get those that are too many
+            former.topics = topics  # new topics exceed the limit: it reads on without them
             return former
         if member is not former:
             member.told, member.asked = former.told, former.asked
         return member
 
     def _reads_asked(self, member: _Member, body: Any) -> bool:
-        """Return True if a member says that it still reads something of what it was asked to give up."""
+        """Return True if a member says that it still reads some of the partitions it was asked to give up."""
         said = {(each.topic_id, number) for each in body.topic_partitions for number in each.partitions}
         return any((id, number) in said for topic, number in member.asked if (id := self._id(topic)) is not None)
 
     def _id(self, topic: str) -> UUID | None:
-        """Return the id of a topic; None if it has none: it is not in force, or gone."""
+        """Return the id of a topic; None if it is not in force yet, or gone."""
         with suppress(RequestRefused):
             return self._ids.of(topic)
         return None
@@ -335,7 +356,7 @@ class ConsumerProtocol(Chapter):
         return {"groups": await call.each(groups, group_named, self._described, code, at_once=1)}
 
     async def _described(self, group: str) -> Fields:
-        """Return a group that has members of this protocol. Clients ask for others by DescribeGroups."""
+        """Return a group that has members of this protocol. For other groups clients use DescribeGroups."""
         view = self._groups.describe(group)
         if view is None or not any(self.has(group, member.id) for member in view.members):
             raise RequestRefused("unknown_group", f"group {group} has no members of this protocol")

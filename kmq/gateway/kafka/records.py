@@ -5,7 +5,8 @@
 
 Line        `<topic>.@<partition>[.<key>]|<seconds.mmm>|<id>;p=<producer>[;headers]|<payload>` (kmq/message/record.py).
             A null key is no second dot, an empty one a dot at the end. A null value is an empty payload; an empty value
-            and one that is not printable text have the header `enc=b64`. A timestamp of -1 is an empty field, which is
+            and one that is not printable text have the header `enc=b64`; text with a newline behind it is stored without
+            that newline, with `enc=lf`. A timestamp of -1 is an empty field, which is
             read as the time of receipt.
 Invariant   Key, value, names and values of headers come back byte for byte, whichever bytes they are. A batch is
             rendered as a whole or refused: no line of a bad batch exists.
@@ -25,16 +26,17 @@ from urllib.parse import unquote_to_bytes
 
 import cramjam
 from crc32c import crc32c
-from kio.schema.errors import ErrorCode
 
+from kmq.gateway.kafka.wire import ErrorCode
 from kmq.message import record
 from kmq.message.message import SECONDS, Message
 from kmq.message.text import (
     are_lines_of_text,
+    client_headers,
     decode_payload,
     format_header,
     is_text,
-    is_transport_header,
+    is_text_line,
     key_text,
     make_routing_key,
 )
@@ -53,14 +55,14 @@ _CODEC, _LOG_APPEND_TIME, _TRANSACTIONAL, _CONTROL = 0x07, 0x08, 0x10, 0x20
 
 _RUN, _PARTS = 1000, 5  # records that are rendered at a time, and parts of each line
 _CACHED, _CACHED_BYTES = 4096, 128  # a cache holds so many entries, of so many bytes
-_IS_BASE64 = b";enc=b64|"
+_IS_BASE64, _IS_LINE = b";enc=b64|", b";enc=lf|"
 _PLAIN = bytes(
     byte for byte in range(128) if key_text(bytes([byte])) == chr(byte)
 )  # they stand for themselves in a key
 
 
 class BatchRefused(Exception):
-    """A produced batch is refused. `index`: the record that is the reason; None if it is the batch as such."""
+    """A produced batch is refused. `index`: of the wrong record; None if the batch itself is wrong."""
 
     def __init__(self, code: ErrorCode, text: str, index: int | None = None) -> None:
         super().__init__(text if index is None else f"record {index}: {text}")
@@ -74,7 +76,7 @@ def _invalid(text: str, index: int | None = None) -> BatchRefused:
 class RecordBatch(NamedTuple):
     """A produced batch whose header is right. Without a producer id the three numbers of a producer are -1."""
 
-    data: memoryview  # the whole batch, as it came
+    data: memoryview  # the whole batch, as received
     codec: int
     is_transactional: bool
     base_timestamp: int
@@ -85,8 +87,16 @@ class RecordBatch(NamedTuple):
     record_count: int
 
 
+class BatchProducer(NamedTuple):
+    """The producer of a batch, according to its header, which may be damaged."""
+
+    id: int
+    epoch: int
+    sequence: int
+
+
 class RenderedLines(NamedTuple):
-    """A batch as lines. `is_exact`: the batch itself shows what its lines show, so it may be served as it came."""
+    """A batch as lines. `is_exact`: the batch shows the same as its lines, so it may be served unchanged."""
 
     text: bytes
     is_exact: bool
@@ -105,8 +115,16 @@ def read_batches(records: bytes | memoryview) -> list[RecordBatch]:
     return batches
 
 
+def read_producer(records: bytes | memoryview) -> BatchProducer | None:
+    """Return the producer of the first batch, even of a refused one; None: it has none, or there is no batch."""
+    if len(records) < _HEADER_BYTES or records[_MAGIC_AT] != 2:
+        return None
+    *_, id, epoch, sequence, _ = _COVERED.unpack_from(records, _START.size)
+    return BatchProducer(id, epoch, sequence) if min(id, epoch, sequence) >= 0 else None
+
+
 def _read_header(data: memoryview) -> RecordBatch:
-    """Return the batch that `data` begins with. Raises BatchRefused for what no producer may send, or contradicts itself."""
+    """Return the batch at the beginning of `data`. Raises BatchRefused for a forbidden or inconsistent header."""
     if len(data) > _MAGIC_AT and data[_MAGIC_AT] < 2:
         text = f"magic {data[_MAGIC_AT]}: only batches of magic 2 are read"
         raise BatchRefused(ErrorCode.unsupported_for_message_format, text)
@@ -164,7 +182,7 @@ def _snappy(data: memoryview) -> bytes:
     """Decompress one block, or the blocks that the Java library xerial frames. A block begins with its length."""
     if bytes(data[:8]) != b"\x82SNAPPY\0":
         return _snappy_block(data, MAX_BATCH)
-    output, at = bytearray(), 16  # behind the name are two versions, which have never changed
+    output, at = bytearray(), 16  # two versions follow the name, and have never changed
     while at < len(data):
         start = at + 4
         at = start + int.from_bytes(data[at:start])
@@ -200,9 +218,9 @@ def render(
 ) -> RenderedLines:
     """Return the records of a batch as lines of `producer` with rising ids. Raises BatchRefused.
 
-    The framer adds the producer where it is missing; here it costs nothing. `max_line`: bytes of a line without its
-    newline. `requires_key`: a null key is refused. `held`: the routing key of the lines whose payloads these lines will be,
-    without their ids (transactions.py); b"": none.
+    The framer adds the producer to a line without one; adding it here is cheaper. `max_line`: bytes of a line without
+    its newline. `requires_key`: refuse a null key. `held`: for a transaction, the routing key of lines of
+    `__transactions` whose payloads are these lines without their ids (transactions.py); otherwise b"".
     """
     routing_key = make_routing_key(topic, partition=partition)
     if batch.record_count * (len(routing_key) + len(held) + 100) > MAX_TEXT:
@@ -294,9 +312,9 @@ _sent_headers = _SentHeaders({b"\0": b"|"})
 
 
 def _parse(body: bytes, at: int, indices: range, heads: _Heads, stamps: _Stamps, parts: list[bytes]) -> int:
-    """Add five parts of each record to `parts`: routing key, time, room for the id, headers, value. Return where they end.
+    """Add five parts of each record to `parts`: routing key, time, room for the id, headers, value. Return their end.
 
-    A length is stored as twice itself, -1 as 1. A slice that reaches past its record leaves no bytes to its headers: refused.
+    A length is stored as twice its value, -1 as 1. A slice past its record leaves no bytes for the headers: refused.
     """
     stamp, stamped = b"", -1
     for index in indices:
@@ -356,9 +374,9 @@ def _parse(body: bytes, at: int, indices: range, heads: _Heads, stamps: _Stamps,
 
 
 def _number(data: bytes, at: int, most: int = 5) -> tuple[int, int]:
-    """Return the number at `at` as it is stored, its sign in the last bit, and where it ends.
+    """Return the stored number at `at` (its sign in the last bit), and where it ends.
 
-    Raises BatchRefused if it has more than `most` bytes, which no client reads; IndexError at the end of `data`.
+    Raises BatchRefused above `most` bytes, which no client reads; IndexError at the end of `data`.
     """
     number = shift = 0
     while (byte := data[at]) > 127:
@@ -387,7 +405,10 @@ def _joined(parts: list[bytes], producer: bytes, first_id: int, held: bytes) -> 
         if are_lines_of_text(text, count):
             return text
     for at in range(4, count * _PARTS, _PARTS):
-        if not is_text(parts[at]):
+        if is_text_line(parts[at]):
+            parts[at] = parts[at][:-1]
+            parts[at - 1] = parts[at - 1][:-1] + _IS_LINE
+        elif not is_text(parts[at]):
             parts[at] = b2a_base64(parts[at], newline=False)
             parts[at - 1] = parts[at - 1][:-1] + _IS_BASE64
     return b"".join(parts)
@@ -404,7 +425,7 @@ def _check_lengths(lines: bytes, max_line: int, first: int) -> None:
 
 
 class _Varints(dict[int, bytes]):
-    """A number → how Kafka stores it."""
+    """A number → its form in Kafka's records."""
 
     def __missing__(self, number: int) -> bytes:
         left, stored = number << 1 ^ number >> 63, bytearray()
@@ -419,19 +440,14 @@ class _Varints(dict[int, bytes]):
 
 
 class _StoredHeaders(dict[bytes, tuple[bytes, bool]]):
-    """What follows the id of a stored line → headers of a Kafka record, and whether the payload is base64."""
+    """What follows the id of a stored line → headers of a Kafka record, and whether the payload is encoded."""
 
     def __missing__(self, field: bytes) -> tuple[bytes, bool]:
-        count, parts, is_encoded = 0, [b""], False
-        for header in field.split(b";")[1:]:
-            is_encoded = is_encoded or header == b"enc=b64"
-            stored_name, equals, stored_value = header.partition(b"=")
-            if not is_transport_header(stored_name.decode(errors="replace")):
-                name, value = unquote_to_bytes(stored_name), unquote_to_bytes(stored_value)
-                parts += (_varints[len(name)], name, _varints[len(value) if equals else -1], value)
-                count += 1
+        count, parts = 0, [b""]
+        for count, (name, value) in enumerate(client_headers(field), 1):  # noqa: B007
+            parts += (_varints[len(name)], name, _varints[-1 if value is None else len(value)], value or b"")
         parts[0] = _varints[count]
-        found = b"".join(parts), is_encoded
+        found = b"".join(parts), b";enc=" in field
         if len(field) <= _CACHED_BYTES:
             if len(self) >= _CACHED:
                 self.clear()
@@ -453,12 +469,12 @@ def encode(
     leader_epoch: int = 0,
     log_append_time: bool = False,
 ) -> bytes:
-    """Return whole stored lines as a batch, uncompressed; without lines, nothing.
+    """Return whole stored lines as a batch, uncompressed. Without lines, return nothing.
 
-    A line that is only a newline, which compaction leaves, has an offset and no record. A batch without records should not
-    be all that a fetch returns: librdkafka takes it for a record that did not fit, and doubles what it asks for.
-    `marks_from`: the seq from which a mark in a routing key counts. `log_append_time`: show when the lines were received,
-    in a batch for each millisecond, because clients show one time for all records of such a batch.
+    A line that is only a newline, left by compaction, has an offset and no record. A fetch should not return only a
+    batch without records: librdkafka takes it for a record that did not fit, and doubles the bytes that it asks for.
+    `marks_from`: the seq from which a mark in a routing key counts. `log_append_time`: show when the lines were
+    received, in a batch for each millisecond, because clients show one time for all records of such a batch.
     """
     rows = lines.split(b"\n")[:-1]
     runs = _receipts(rows) if log_append_time else [(0, len(rows), None)]
@@ -475,7 +491,7 @@ def encode(
 
 
 def _receipts(rows: list[bytes]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, end, ms) of lines received in the same millisecond; blank ones belong to the lines before them."""
+    """Yield (first, end, ms) of lines received in the same millisecond. Blank lines belong to the lines before them."""
     first, ms = 0, -1
     for index, row in enumerate(rows):
         if row:
@@ -490,7 +506,7 @@ def _receipts(rows: list[bytes]) -> Iterator[tuple[int, int, int]]:
 def _records(
     topic: str, partition: int, first_offset: int, rows: list[bytes], marks_from: int, received: int | None
 ) -> tuple[bytes, int, int, int]:
-    """Return the records of a batch, their first and their latest time in ms (-1: no record), and their count.
+    """Return the records of a batch, their first and latest time in ms (-1: no record), and their number.
 
     `received`: the time of every record; None: the time that its producer gave.
     """
@@ -539,6 +555,6 @@ def _records(
 
 
 def patched(batch: bytes | memoryview, base_offset: int, leader_epoch: int) -> bytes:
-    """Return a batch with another place. The crc does not cover what changes."""
+    """Return a batch with another offset and leader epoch, which its crc does not cover."""
     place, epoch = _PLACE.pack(base_offset), _EPOCH.pack(leader_epoch)
     return b"".join((place, batch[len(place) : _LENGTH_FROM], epoch, batch[_MAGIC_AT:]))

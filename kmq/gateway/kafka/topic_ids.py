@@ -1,7 +1,10 @@
-"""Ids of topics, by which newer clients of Kafka name them.
+"""Topic ids (UUIDs), by which newer Kafka clients name topics.
+
+    ids.of("orders")    → UUID("5a…"), and `topic` finds "orders" by it
 
 Invariant   An id is made of the lineage of the records, the topic's name, and the seq from which on it is in force. So
-            it is the same in every life of a gateway and in all replicas. A topic that is made again has another.
+            it is the same in every life of a gateway and in all replicas. A topic that is declared again has another
+            id.
 Memory      An id and a name for each topic that was named since the last look, or found by it.
 """
 
@@ -13,15 +16,15 @@ from uuid import UUID, uuid5
 from kmq.gateway.core.partitions import Partitions
 from kmq.log import identity, topics
 
-_LOOK_S = 1.0  # between two looks at all topics for an id that is not known: strangers may ask for any
+_LOOK_S = 1.0  # between two looks at all topics for an unknown id, because clients may send any id
 
 
 class TopicIds:
-    """Which topic has which id."""
+    """Topics by id, and ids by topic."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions
-        self._topics: dict[UUID, str] = {}  # also of some that were made again since, under another id
+        self._topics: dict[UUID, str] = {}  # may also have former ids of topics that were declared again
         self._looking, self._not_before = asyncio.Lock(), 0.0
 
     @cached_property
@@ -40,7 +43,7 @@ class TopicIds:
         return id
 
     async def topic(self, id: UUID) -> str | None:
-        """Return the name of the topic that has this id, or had it once: who asks has to look whether it still has."""
+        """Return the name of the topic that has or had this id. The caller must check that it still has it."""
         if id not in self._topics:
             async with self._looking:
                 if id not in self._topics and time.monotonic() >= self._not_before:

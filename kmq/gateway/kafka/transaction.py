@@ -1,7 +1,9 @@
 """A transactional id in memory, and the transaction that is open under it.
 
-Turn        What changes the state of an id is done one after the other. At most _MOST_WAITING requests wait for that; who
-            comes then is told CONCURRENT_TRANSACTIONS, and asks again.
+    async with txn.turn(): with txn.ending(): write the next state
+
+Turn        Changes of an id's state are made one after the other. At most _MOST_WAITING requests wait for their turn.
+            Another request gets CONCURRENT_TRANSACTIONS, and its client retries.
 """
 
 import asyncio
@@ -39,7 +41,7 @@ REFUSALS = (RequestRefused, TransactionRefused, TimeoutError)
 
 
 def refusal_code(call: Call, err: Exception, fenced_from: int = 0) -> ErrorCode:
-    """Return the error that says why a request is refused. `fenced_from`: the version that knows PRODUCER_FENCED."""
+    """Return the error code for a refusal. `fenced_from`: the version that knows PRODUCER_FENCED."""
     if isinstance(err, RequestRefused):
         is_loading = err.code == "not_ready"
         return ErrorCode.coordinator_load_in_progress if is_loading else ErrorCode.coordinator_not_available
@@ -51,26 +53,28 @@ def refusal_code(call: Call, err: Exception, fenced_from: int = 0) -> ErrorCode:
 
 
 class Transaction:
-    """A transactional id and the transaction that is open, if there is one. Whether there is, its lines say."""
+    """A transactional id and its open transaction, if it has one. Its lines in `__transactions` say whether it has."""
 
     def __init__(self, id: str, last: TransactionState | None = None) -> None:
         self.id, self.partition = id, partition_of(id)
-        # The state that was written last; of an id that is new one without a producer id, which is nowhere.
+        # The state that was written last. A new id has a state without a producer id, which is not on disk.
         self.last = last or TransactionState(id, -1, -1, 0, EMPTY, self.partition, 0, 0, 1, 0)
-        self.outcome = EMPTY  # of the last transaction in this life
+        self.outcome = EMPTY  # of the last transaction in this life of the gateway
         self.touched = time.monotonic() - (max(0.0, time.time() - last.seconds) if last else 0.0)
-        self._is_closing = False  # a state that ends it is being written
-        self.opening = 0  # requests that look where it will begin
-        self.users = 0  # batches and offsets on their way
+        self._is_closing = False  # a state that ends the transaction is being written
+        self.opening = 0  # requests that look up where it will begin
+        self.users = 0  # batches and offsets being written
         self.idle = asyncio.Event()
         self._turn, self._waiting = asyncio.Lock(), 0
         self.close()
 
     def close(self) -> None:
-        """There is no open transaction any more."""
-        self.first: int | None = None  # an offset of `__transactions` before which it has no line; None: it is not open
+        """Note that no transaction is open any more."""
+        self.first: int | None = None  # offset in `__transactions` at or before its first line; None: not open
         self.begun, self.nbytes, self.last_seq = 0.0, 0, 0
         self.partitions: set[Partition] = set()
+        self.first_ids: dict[Partition, int] = {}  # of the first record for each partition
+        self.begins: dict[Partition, int] = {}  # the offset of that record if no other client writes there
         self.offsets: set[tuple[str, Partition]] = set()
 
     @property
@@ -91,7 +95,7 @@ class Transaction:
 
     @property
     def is_ending(self) -> bool:
-        """Return True while the end of a transaction is being written, or what is committed."""
+        """Return True while the end of a transaction is being written, or its copies."""
         return self._is_closing or self.last.state == COMMIT
 
     @property
@@ -104,12 +108,12 @@ class Transaction:
 
     @property
     def is_changing(self) -> bool:
-        """Return True while somebody has the turn."""
+        """Return True while a request has the turn."""
         return self._turn.locked()
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Have the turn of what changes the state. Raises TransactionRefused if too many wait for it."""
+        """Take the turn for a change of state. Raises TransactionRefused if too many requests wait for it."""
         if self._waiting >= _MOST_WAITING:
             raise concurrent(f"{self.id}: {_MOST_WAITING} requests wait for the one before them")
         self._waiting += 1
@@ -124,7 +128,7 @@ class Transaction:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Let nothing begin while a state is written that ends what is open."""
+        """Begin no transaction while a state is written that ends the open one."""
         self._is_closing = True
         try:
             yield
@@ -142,10 +146,14 @@ class Transaction:
 
 
 class HeldBatch(NamedTuple):
-    """A batch, or offsets, on the way into a transaction. `routing_key`: of its lines."""
+    """A batch, or offsets, on the way into a transaction. `routing_key`: of its lines.
+
+    `offset`: of the batch's first record if no other client writes to its partition before the commit; -1: unknown.
+    """
 
     transaction: Transaction
     routing_key: bytes
+    offset: int = -1
 
     def handed_over(self, nbytes: int) -> None:
         self.transaction.nbytes += nbytes

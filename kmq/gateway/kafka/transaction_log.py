@@ -1,15 +1,17 @@
-"""What transactions leave on disk: their states, and the lines that are held back.
+"""Transactions on disk: their states, and the lines that are held back.
 
-    __transactions/<t>     t = crc32 of the transactional id, mod 8. A line's key is <pid>-<epoch>-<n>, n the number of the
-                           transaction, and its payload the line to be written, without its id:
-                           `orders.@2.eu|1714500000.123|;trace=x|…`, or an offset: `__consumer_offsets.@.<group>.…|||offset=…`
+    __transactions/<t>     t = crc32 of the transactional id, mod 8. A line's key is <pid>-<epoch>-<n>, n the number of
+                           the transaction, and its payload the line to be written, without its id:
+                           `orders.@2.eu|1714500000.123|;trace=x|…`, or an offset:
+                           `__consumer_offsets.@.<group>.…|||offset=…`
     __transaction_state    compacted; key <transactional id>; payload
                            `pid= epoch= n= state=empty|commit|abort partition= first= end= copy= timeout= [former=]`
 
-State       `empty`: transaction n may be open. `commit`: n is decided, its lines are those with its key in first…end, and its
-            copies have the ids from `copy` on. `abort`: n is aborted, and n + 1 may be open. The last record of an id counts.
-            `former`: the epoch whose holder may ask for the next one, which is in force, again. Releases before it ignore it.
-Open        is a transaction that has lines and no state that decides it: nothing else says so.
+State       `empty`: transaction n may be open. `commit`: n is decided, its lines are those with its key in first…end,
+            and its copies have the ids from `copy` on. `abort`: n is aborted, and n + 1 may be open. The last record of
+            an id counts. `former`: the epoch whose holder may ask again for the next one, which is in force. Older
+            releases ignore it.
+Open        A transaction is open if it has lines and no state that decides it. No record says that it is open.
 """
 
 import os
@@ -45,7 +47,7 @@ def partition_of(id: str) -> int:
 
 
 class TransactionState(NamedTuple):
-    """A record of `__transaction_state`. `number`: of the transaction that it decides, or of the next one."""
+    """A record of `__transaction_state`. `number`: of the transaction that it decides, or of the next transaction."""
 
     id: str
     pid: int
@@ -59,7 +61,7 @@ class TransactionState(NamedTuple):
     timeout_ms: int
     former: int | None = None
     seq: int = 0
-    seconds: int = 0  # when it was stored, since the epoch
+    seconds: int = 0  # when it was stored, in seconds since the epoch
 
     @property
     def open_number(self) -> int:
@@ -84,7 +86,7 @@ _OPTIONAL = {"former"}
 
 
 def _decode_state(line: bytes) -> TransactionState | None:
-    """Return what a stored line says; None if it forgets its id. Raises ValueError or KeyError for any other line."""
+    """Return the state in a stored line; None for a tombstone. Raises ValueError or KeyError for any other line."""
     stored = record.fields(line)
     id = _id_of(stored.routing_key)
     if not stored.payload:
@@ -104,7 +106,7 @@ def _id_of(routing_key: bytes) -> str:
 
 
 def read_states(data: str) -> dict[str, TransactionState]:
-    """Return id → its last state, in the order of these. Raises DamageError. Call it in a thread."""
+    """Return id → its last state, in the order of these records. Raises DamageError. Call it in a thread."""
     found: dict[str, TransactionState] = {}
     if not os.path.isdir(f"{data}/topics/{STATES}"):
         return found
@@ -120,22 +122,25 @@ def read_states(data: str) -> dict[str, TransactionState]:
 
 
 class HeldLines(NamedTuple):
-    """What an open transaction has sent. `first`: the offset of its first line. `offsets`: those among them, by group."""
+    """The lines of an open transaction. `first`: the offset of the first one. `offsets`: that it commits, by group.
+
+    `first_ids`: partition → id of its first record.
+    """
 
     first: int
     lines: int
     nbytes: int
     offsets: set[tuple[str, Partition]]
-    partitions: set[Partition]
+    first_ids: dict[Partition, int]
 
 
 _HELD_LINE = re.compile(
-    rb"(?m)^\d+\|[^|\n]*\|%b\.@\d+\.([0-9-]+)\|[^|\n]*\|[^|\n]*\|([^|\n]*)\|[^\n]*\n" % HELD.encode()
+    rb"(?m)^\d+\|[^|\n]*\|%b\.@\d+\.([0-9-]+)\|[^|\n]*\|(\d*)[^|\n]*\|([^|\n]*)\|[^\n]*\n" % HELD.encode()
 )
 
 
 def read_held(data: str, keys: Iterable[bytes]) -> dict[bytes, HeldLines]:
-    """Return key → what is held of it, of these keys. Raises DamageError. Call it in a thread."""
+    """Return key → held lines, for those of these keys that have any. Raises DamageError. Call it in a thread."""
     wanted, found = frozenset(keys), dict[bytes, HeldLines]()
     if not wanted or not os.path.isdir(f"{data}/topics/{HELD}"):
         return found
@@ -143,16 +148,16 @@ def read_held(data: str, keys: Iterable[bytes]) -> dict[bytes, HeldLines]:
         log = reader.partition(data, HELD, number)
         for first, lines in log.chunks(log.first_offset, READ_BYTES):
             for ahead, match in enumerate(_HELD_LINE.finditer(lines)):
-                key, target = match.groups()
+                key, id, target = match.groups()
                 if key in wanted:
-                    before = found.get(key) or HeldLines(first + ahead, 0, 0, set(), set())
+                    before = found.get(key) or HeldLines(first + ahead, 0, 0, set(), {})
                     mark = record.marked(target)
                     if mark is not None and mark.topic == OFFSETS.encode():
                         with suppress(ValueError):
                             row = decode_key(mark.key or b"")
                             before.offsets.add((row.group, (row.topic, row.partition)))
                     elif mark is not None:
-                        before.partitions.add((mark.topic.decode(), mark.partition))
+                        before.first_ids.setdefault((mark.topic.decode(), mark.partition), int(id))
                     nbytes = before.nbytes + match.end() - match.start()
                     found[key] = before._replace(lines=before.lines + 1, nbytes=nbytes)
     return found
@@ -166,10 +171,10 @@ def held_routing_key(partition: int, key: bytes) -> bytes:
 
 
 class Copied(NamedTuple):
-    """What was copied. `next_id`: behind the ids of the copies. `last_seq`: of the last one.
+    """The result of a copy. `next_id`: after the ids of the copies. `last_seq`: of the last copy.
 
-    `deleted`: records that were left out because their topic was deleted, `too_long`: because no line may be so
-    long now, or might in the life that began to copy.
+    `deleted`: number of records left out because their topic was deleted. `too_long`: left out because they exceed the
+    longest line now, or did in the life that began to copy.
     """
 
     next_id: int
@@ -182,7 +187,7 @@ class Copied(NamedTuple):
 def render_copies(
     lines: Iterable[bytes], key: bytes, name: bytes, before: Copied, deleted_topics: DeletedTopics, max_line: int
 ) -> tuple[bytes, Copied]:
-    """Return what those of these stored lines that have this routing key are in their topics, and what is copied then.
+    """Return the copies of the stored lines that have this routing key, as lines for their topics, and the new total.
 
     `name`: the producer of the copies.
     """
@@ -194,7 +199,7 @@ def render_copies(
             continue
         target, stamp, rest = payload.split(b"|", 2)
         is_offset = target.startswith(_OFFSETS_MARK)
-        # Few lines need it, and it takes more than all the rest.
+        # Few lines need this, and it takes more time than all the rest.
         mark = record.marked(target) if is_offset or deleted_topics.is_due else None
         if is_offset and mark is not None:
             row = decode_key(mark.key)
@@ -212,5 +217,5 @@ def render_copies(
 
 
 def _from_seq(held_id: bytes) -> int:
-    """Return since when the topic was in force for which a line is held: its producer's name says it."""
+    """Return the from_seq of the topic for which a line is held. Its producer's name has it."""
     return int(held_id.partition(b";p=k")[2].partition(b";")[0].split(b".")[1])

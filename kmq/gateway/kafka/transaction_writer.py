@@ -1,12 +1,15 @@
-"""What the door writes for transactions: their states, the offsets that they hold back, and the copies of a commit.
+"""Writes for transactions: their states, held-back offsets, and the copies of a commit.
 
-Names       States and offsets are written under one name of our own, copies under `t<pid>`. So a connection that broke stores
-            nothing twice, and a copy that is made again finds what is there (transactions.py). An abort frees what is held
-            back, so its state has a connection of its own, which is not refused where the disk is full.
-Order       Lines of one name reach ingress in the order of their ids. Of copies one unit is on its way at a time: were a later
-            one stored and an earlier one refused, the ids of the earlier one would be too old.
-Size        Compaction leaves a newline for each state that a later one replaces. When `__transaction_state` has more than
-            _MOST_SEGMENTS, what lies before the last _RECENT_SEGMENTS is written again, and the router deletes it there.
+    copy of `__transactions` offsets 40…43    → the lines with the transaction's key in their topics, ids from `copy` on
+
+Names       States and offsets are written under one name of the door, copies under `t<pid>`. So a connection that broke
+            stores nothing twice, and a repeated copy is recognised as stored (transactions.py). An abort frees
+            held-back lines, so its state has a connection of its own, which is not refused when the disk is full.
+Order       Lines of one name reach ingress in the order of their ids. Of copies one unit is sent at a time: if a later
+            one were stored and an earlier one refused, the ids of the earlier one would be too old.
+Size        Compaction leaves a newline for each state that a later one replaces. When `__transaction_state` has more
+            than _MOST_SEGMENTS, states before the last _RECENT_SEGMENTS are written again, and the router deletes that
+            part.
 """
 
 import asyncio
@@ -41,26 +44,26 @@ from kmq.message import record
 from kmq.message.text import make_routing_key
 
 _OWN = b"__transactions"  # the name under which states and offsets are written
-_OWN_SPARE = b"__transactions-spare"  # of states by which room becomes free
+_OWN_SPARE = b"__transactions-spare"  # of states that free room
 _IN_FORCE_S, _LOOK_S = 5.0, 0.01
 _MOST_SEGMENTS, _RECENT_SEGMENTS = 8, 4
 _AT_ONCE = 200  # states that are written again at once
 
 
 def _copier(pid: int) -> bytes:
-    """Return the name under which the copies of a producer's transactions are written."""
+    """Return the name under which a producer's copies are written."""
     return b"t%d" % pid
 
 
 class _OwnName:
-    """A name under which the door writes lines of its own, and the connection for them."""
+    """A producer name of the door itself, and its connection."""
 
     def __init__(self, name: bytes, units: Units) -> None:
         self._name, self.units = name, units
-        self._turn, self._last = asyncio.Lock(), -1  # the last id; -1: to be asked for
+        self._turn, self._last = asyncio.Lock(), -1  # the last id; -1: not asked for yet
 
     async def ask(self) -> None:
-        """Ask for the last id that is stored, of this life or one before it."""
+        """Ask for the last stored id, of this life or a former one."""
         self._last = await self.units.last_id(self._name)
 
     async def write(self, lines: list[tuple[bytes, bytes]], most: int) -> int:
@@ -73,7 +76,7 @@ class _OwnName:
             rows = zip(ids, lines, strict=True)
             text = b"".join(b"%b||%d|%b\n" % (key, id, payload) for id, (key, payload) in rows)
             self._last += len(lines)
-            sent = [self.units.send(self._name, *unit, lambda: None) for unit in split(text, len(lines), most)]
+            sent = [self.units.send(self._name, *unit, lambda _: None) for unit in split(text, len(lines), most)]
         runs = [run for unit in sent for run in await asyncio.shield(unit)]
         return max(run.seq + run.lines - 1 for run in runs)
 
@@ -88,25 +91,25 @@ class TransactionWriter:
         self._deleted = DeletedTopics(settings.data)
 
     async def take_over(self) -> None:
-        """Fence the gateway before this one, and wait until what it has sent is routed: it writes nothing any more."""
+        """Fence the former gateway, and wait until all that it has sent is routed. Then it writes nothing more."""
         await self._spare.ask()
         await self._own.ask()
         await self.settled()
 
     async def settled(self) -> None:
-        """Wait until what is on disk is routed."""
+        """Wait until all that is on disk is routed."""
         stored, _ = await asyncio.to_thread(wal.last_stored, self._settings.data)
         await self._core.watermark.passed(stored)
 
     async def write_state(self, txn: Transaction, state: TransactionState, *, frees: bool = False) -> None:
-        """Write the next state of an id, and put it in force once it is durable. `frees`: there is room by it."""
-        before = self._core.watermark.durable  # where the seq is not known any more
+        """Write the next state of an id, and put it in force once it is durable. `frees`: the state makes room."""
+        before = self._core.watermark.durable  # in case the seq is no longer known
         lines, most = [(make_routing_key(STATES, state.id), state.encode())], self._settings.max_line + UNIT_BYTES
         seq = await (self._spare if frees else self._own).write(lines, most)
         txn.last = state._replace(seq=seq or before)
 
     async def write(self, lines: list[tuple[bytes, bytes]]) -> int:
-        """Write lines of our own. Returns the last seq, once all are durable."""
+        """Write lines under the door's own name. Returns the last seq, once all are durable."""
         return await self._own.write(lines, self._settings.max_line + UNIT_BYTES)
 
     async def close(self) -> None:
@@ -128,9 +131,10 @@ class TransactionWriter:
             self._is_declared = True
 
     async def renew_states(self, known: Mapping[str, Transaction]) -> None:
-        """Write the states in the front of a long log again, and let the router delete that front.
+        """Write the states at the front of a long log again, and let the router delete that front.
 
-        An id whose turn it is has its next state soon; one that waits keeps its state: then nothing is deleted.
+        An id in the middle of a change soon has its next state. Until it has, its old state is needed, and nothing is
+        deleted.
         """
         data = self._settings.data
         segments = await asyncio.to_thread(segment.listing, f"{data}/topics/{STATES}/0")
@@ -170,18 +174,18 @@ class TransactionWriter:
             at += len(lines)
             count = record.count_lines(copies)
             for unit in split(copies, count, max_line + UNIT_BYTES) if count else ():
-                seq, left_out = await self._store(name, *unit)  # one at a time: ids must rise
+                seq, left_out = await self._store(name, *unit)  # one at a time, because ids must rise
                 copied = copied._replace(too_long=copied.too_long + left_out, last_seq=max(copied.last_seq, seq))
         return copied
 
     async def _store(self, name: bytes, text: bytes, count: int) -> tuple[int, int]:
-        """Store copies, except those that can never be stored. Returns the last seq, and how many these are.
+        """Store copies, except those that can never be stored. Returns the last seq, and the number of those left out.
 
-        A former life has left them out as too long, and has stored later ones. In halves they are found.
+        A former life has left some out as too long, and has stored later ones. Halving the unit finds them.
         """
         await self._units.room()
         try:
-            runs = await self._units.send(name, text, count, lambda: None)
+            runs = await self._units.send(name, text, count, lambda _: None)
         except RequestRefused as err:
             if err.code != "id_too_old":
                 raise
@@ -194,11 +198,11 @@ class TransactionWriter:
         return max(run.seq + run.lines - 1 for run in runs), 0
 
     async def keep_name(self, pid: int) -> None:
-        """Ask for the last id of a commit that has to wait. So its name is not forgotten before others (dedupe.py)."""
+        """Ask for the last id of a waiting commit's name, so that it is not forgotten before others (dedupe.py)."""
         await self._units.last_id(_copier(pid))
 
     async def store_offsets(self, offsets: Mapping[RowKey, CommittedOffset], decided_seq: int) -> None:
-        """Commit offsets, except where the group has committed since the decision: they were stored, or are overtaken."""
+        """Commit offsets, except where the group has committed since: they were stored already, or are outdated."""
         table = self._groups.store.table
         by_group: dict[tuple[str, str, int], dict[Partition, CommittedOffset]] = {}
         for row, offset in offsets.items():
@@ -208,8 +212,9 @@ class TransactionWriter:
                 rows[row.topic, row.partition] = offset
         for (group, member, generation), rows in by_group.items():
             commits = {at: OffsetCommit(each.offset, each.metadata, each.leader_epoch) for at, each in rows.items()}
+            again = {at: self._groups.read_again(group, member, at, each.offset) for at, each in rows.items()}
             await self._groups.store.commit(group, commits, member, generation, decided=True)
-            if self._groups.is_ready:  # else it finds them when it is restored
+            if self._groups.is_ready:  # otherwise a restore finds them
                 self._groups.coordinator.committed(group, time.monotonic())
                 for at, each in rows.items():
-                    await self._groups.forget(group, at, (), each.offset)
+                    await self._groups.forget(group, at, again[at], each.offset)

@@ -1,32 +1,43 @@
-"""Transactions of Kafka's producers: what a transaction sends is held back, and written to its topics at the commit.
+"""Transactions of Kafka producers: records of a transaction are held back, and written to their topics at the commit.
+
+    Produce of orders/0 in transaction "pay"    → a line of `__transactions`
+    EndTxn, commit                              → a state `commit` in `__transaction_state`, then the line in orders/0
 
 Life        InitProducerId writes a state with the next epoch. AddPartitions and AddOffsets write nothing. Produce and
-            TxnOffsetCommit write lines of `__transactions`. EndTxn writes the state `commit` with the offsets first…end of
-            `__transactions` and the first id of the copies; then it reads first…end, writes the lines of this key under the
-            name `t<pid>` with ids copy, copy + 1, …, stores the offsets, and writes the state `empty` of the next n.
-            An abort is one record, and n goes on: nobody reads the lines of its key any more.
-Invariant   The record `commit` decides, once it is durable. Before it no line of the transaction is in its topic; after it
-            each is there once. Until then its id waits, and after a start the groups whose offsets are in it.
-            A line of an older epoch or n has another key: it is in no first…end, whenever it comes.
-            Nobody but the holder of the last epoch writes to a transaction or ends it.
-Crash       Before the record: the transaction is open as it was, because its lines say it all, and its client goes on.
-            After it: the next life copies again from `copy`. What is there is known by its id (`!dup`), because the ids
-            are the same in each life: each line of first…end that has the key takes the next one, also a line that is not
-            copied. An offset is not stored again where the group has committed since the decision. The lines that a
-            former life has left in a socket are refused: the door's connection fences the older one before anything is
-            read, and what was taken before is on disk and routed then.
-Pending     Offsets of an open or decided transaction: OffsetFetch that asks for stable ones is told to wait. They are
-            found again in `__transactions`.
-Left out    Records for a topic that was deleted since they were sent, or that are longer than KMQ_MAX_LINE is now, are left
-            out, counted and logged: nothing else would end such a commit. If a later one is stored, that is for good.
-Memory      An entry for each transactional id, at most _MOST_IDS: the one that is idle the longest makes room for another. One
-            for each offset that is pending, at most _MOST_OFFSETS of a transaction and _MOST_PENDING of all. READ_BYTES of
-            each of _COPIES copies at a time.
-No room     A commit waits for room. An abort of what holds lines does not (transaction_writer.py): it makes room. A start on a
-            full disk, or with a ring that drops messages, reads what is open and decided, so that groups are served,
-            and no more.
+            TxnOffsetCommit write lines of `__transactions`. EndTxn writes the state `commit` with the offsets first…end
+            of `__transactions` and the first id of the copies. Then it reads first…end, writes the lines of this key
+            under the name `t<pid>` with ids copy, copy + 1, …, stores the offsets, and writes the state `empty` of the
+            next n. An abort is one record, and raises n: the lines of the old key are never read again.
+Invariant   The record `commit` decides, once it is durable. Before it no line of the transaction is in its topic; after
+            it each line is there once. Until all copies are there its id waits, and after a start the groups whose
+            offsets are in it.
+            A line of an older epoch or n has another key: it is in no first…end, however late it arrives.
+            Only the holder of the last epoch writes to a transaction or ends it.
+Crash       Before the record: the transaction is open as it was, because its lines hold all of it, and its client
+            continues. After it: the next life copies again from `copy`. Lines that are there are recognised by their
+            ids (`!dup`), because the ids are the same in each life: each line of first…end with the key takes the next
+            id, even a line that is not copied. An offset is not stored again if the group has committed since the
+            decision. Lines that a former life has left in a socket are refused: the door's connection fences the older
+            one before anything is read, and lines accepted before that are on disk and routed by then.
+Pending     Offsets of an open or decided transaction: an OffsetFetch that asks for stable offsets is told to wait.
+            After a start they are found in `__transactions`.
+Offsets     A held record has no offset yet, and clients want one: librdkafka counts up from an unknown one (-1, 0, 1),
+            and programs that keep the last offset fail when it falls. So the reply has the offset that the record gets
+            if no other client writes to its partition until the commit: the partition's end when the transaction first
+            wrote to it, plus the transaction's earlier records there. It is never above the record's offset: a reader
+            that continues after it reads a record twice, but skips none. It never falls from one committed transaction
+            to the next. Offsets of an aborted transaction are given again to the next one.
+Left out    Records are left out, counted and logged if their topic was deleted since they were sent, or if they are
+            longer than KMQ_MAX_LINE is now: otherwise such a commit would never end. If a later one is stored, that is
+            final.
+Memory      An entry for each transactional id, at most _MOST_IDS: the one that is idle the longest makes room for
+            another. One for each pending offset, at most _MOST_OFFSETS of a transaction and _MOST_PENDING of all.
+            READ_BYTES of each of _COPIES copies at a time.
+No room     A commit waits for room. An abort of a transaction that has lines does not wait (transaction_writer.py),
+            because it makes room. A start on a full disk, or with a ring that drops messages, only reads open and
+            decided transactions, so that groups are served.
 Shard       All of this is records of the WAL. The gateway of the next leader starts with them as after a kill.
-Not covered A topic that is deleted in the moment in which its records are copied may come back, as with any producer.
+Not covered A topic that is deleted while its records are copied may be created again, as with any producer.
 """
 
 import asyncio
@@ -90,13 +101,13 @@ _COPIES = 8  # at a time
 _NOT_TAKEN = ("disk_full", "quota", "not_enough_replicas", "busy", "drop_oldest")  # while these last, groups are served
 _IDLE_S = 7 * 86400.0  # after which an id is forgotten
 _TURN_S, _TIDY_S, _TELL_S = 0.5, 10.0, 60.0
-_RETRY_S = 0.5  # between two tries to write what is decided
+_RETRY_S = 0.5  # between two tries to write a decided transaction
 _LOOK_S = 0.05  # between two looks whether the offsets are loaded
 _FENCED_FROM = 2  # version of AddPartitions, AddOffsets and EndTxn that knows PRODUCER_FENCED
 
 
 class Transactions(Chapter):
-    """All transactional ids of the broker. A connection that ends ends no transaction."""
+    """All transactional ids of the broker. Closing a connection ends no transaction."""
 
     def __init__(self, settings: Settings, core: Core, groups: Groups, units: Units, log: Logger) -> None:
         self._settings, self._core, self._groups, self._log = settings, core, groups, log
@@ -106,8 +117,8 @@ class Transactions(Chapter):
         self._with_offsets: set[Transaction] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._tidy_at = self._tell_at = 0.0
-        self._evicted = 0  # ids since the log has told it
-        self._resumed: list[Transaction] = []  # what former lives have decided
+        self._evicted = 0  # number of ids since the last log line
+        self._resumed: list[Transaction] = []  # decided by former lives, and not finished yet
         self.recovered, self.may_serve_groups = asyncio.Event(), asyncio.Event()
         self._copying = asyncio.Semaphore(_COPIES)
         self.handlers: dict[Key, Handler] = {
@@ -124,7 +135,7 @@ class Transactions(Chapter):
     # --- the task ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Finish what former lives have decided, then see to limits, until cancelled."""
+        """Finish the transactions that former lives have decided, then enforce limits, until cancelled."""
         told = ""
         while not self.recovered.is_set():
             try:
@@ -165,7 +176,7 @@ class Transactions(Chapter):
         try:
             await self._writer.take_over()
         except RequestRefused as err:
-            if err.code in _NOT_TAKEN and not self.may_serve_groups.is_set():  # who only reads needs none
+            if err.code in _NOT_TAKEN and not self.may_serve_groups.is_set():  # reading needs no room
                 await self._writer.settled()
                 await self._restore()
                 self.may_serve_groups.set()
@@ -179,15 +190,15 @@ class Transactions(Chapter):
     async def _resume(self, txn: Transaction) -> None:
         async with txn.turn():
             await self._finish(txn)
-            self._resumed.remove(txn)  # its offsets are those of its next transaction from now on
+            self._resumed.remove(txn)  # from now on its offsets are those of the next transaction
             self._note_incomplete()
 
     def _note_incomplete(self) -> None:
-        """Let those groups wait whose offsets are in what former lives have decided, and nobody else."""
+        """Let only those groups wait whose offsets are in transactions that former lives have decided."""
         self._groups.store.incomplete = {group for txn in self._resumed for group, _ in txn.offsets}
 
     async def _restore(self) -> None:
-        """Read what is open, and what is decided, which is to be resumed."""
+        """Read open transactions, and decided ones to resume."""
         data = self._settings.data
         states = await asyncio.to_thread(read_states, data)
         held = await asyncio.to_thread(read_held, data, [state.held_key for state in states.values()])
@@ -198,7 +209,7 @@ class Transactions(Chapter):
             found = held.get(state.held_key)
             if found is not None:
                 txn.first, txn.begun, txn.nbytes = found.first, time.monotonic(), found.nbytes
-                txn.partitions, txn.last_seq = set(found.partitions), state.seq
+                txn.partitions, txn.first_ids, txn.last_seq = {*found.first_ids}, found.first_ids, state.seq
                 self._hold_back(txn, found.offsets)
             if state.state == COMMIT:
                 txn.first = state.first
@@ -206,10 +217,10 @@ class Transactions(Chapter):
         self._note_incomplete()
 
     async def _trim(self) -> None:
-        """Have the segments of `__transactions` deleted that lie in front of what is open or decided."""
+        """Have the segments of `__transactions` deleted that lie before all open or decided transactions."""
         if not self._transactions:
             return
-        # A transaction that begins from now on begins behind these ends; of one that is just beginning nobody knows.
+        # A transaction that begins from now on begins after these ends. One that is just beginning may need any offset.
         needed = {number: await asyncio.to_thread(self._end_of, number) for number in range(PARTITIONS)}
         for txn in self._transactions.values():
             if txn.opening:
@@ -221,7 +232,7 @@ class Transactions(Chapter):
         def submit() -> None:
             starts = {}
             for number, offset in needed.items():
-                # Where a segment begins: elsewhere the router would have to copy the rest of one.
+                # Only at the beginning of a segment: elsewhere the router would have to copy the rest of one.
                 firsts = [first for first, _ in segment.listing(f"{data}/topics/{HELD}/{number}") if first <= offset]
                 if len(firsts) > 1:
                     starts[number] = firsts[-1]
@@ -246,7 +257,7 @@ class Transactions(Chapter):
         self._evicted += 1
 
     async def _forget(self, txn: Transaction, before: float = math.inf) -> None:
-        """Forget an id, unless it is in use, or was since this moment."""
+        """Forget an id, unless it is in use, or was used after `before`."""
         async with txn.turn():
             if txn.touched < before and not txn.is_used:
                 with txn.ending():
@@ -255,7 +266,7 @@ class Transactions(Chapter):
                 self._by_pid.pop(txn.pid, None)
 
     def _tell_evicted(self) -> None:
-        """Log, at most once a minute, how many ids had to make room for others."""
+        """Log, at most once a minute, how many ids were evicted."""
         if self._evicted and time.monotonic() >= self._tell_at:
             effect = (
                 "those that were idle the longest; if their producers come again, one transaction has to be aborted"
@@ -272,7 +283,7 @@ class Transactions(Chapter):
     def find(self, id: str | None, pid: int, epoch: int) -> Transaction:
         """Return the transaction that a request is for. Raises RequestRefused and TransactionRefused.
 
-        `id`: None where only the pid says it. Raises also while what is decided is being written.
+        `id`: None where only the producer id is known. Raises also while a decided transaction is being written.
         """
         txn = self._known(id, pid, epoch)
         if txn.is_ending:
@@ -334,20 +345,20 @@ class Transactions(Chapter):
             try:
                 return await self._begin_epoch(txn, timeout_ms, expected, give_pid)
             except BaseException:
-                if txn.pid < 0:  # nothing is known of this id
+                if txn.pid < 0:  # the id has no state yet
                     del self._transactions[id]
                 raise
 
     async def _begin_epoch(
         self, txn: Transaction, timeout_ms: int, expected: tuple[int, int] | None, give_pid: Callable[[], int]
     ) -> Transaction:
-        """Give the next epoch to a producer. What is open of the one before is aborted."""
+        """Give a producer the next epoch. An open transaction of the former epoch is aborted."""
         before = txn.last
-        if expected is not None and before.pid >= 0:  # else the id was forgotten meanwhile, and nobody else has it
+        if expected is not None and before.pid >= 0:  # else the id was forgotten, and has no newer producer
             if before.pid != expected[0]:
                 raise fenced(f"{txn.id}: has another producer id, so a newer producer has it")
             if before.former == expected[1]:
-                return txn  # it has not got the answer, or its transaction was aborted for it
+                return txn  # its reply was lost, or its transaction was aborted for it
             self._check_epoch(txn, expected[1])
         is_open = txn.first is not None
         former = None if expected is None else before.epoch
@@ -395,7 +406,7 @@ class Transactions(Chapter):
         return {"results_by_topic_v3_and_below": rows}
 
     def _absent(self, places: Iterable[Partition]) -> list[Partition]:
-        """Return those of these partitions that are not there."""
+        """Return those of these partitions that do not exist."""
         counts = self._core.partitions.declared_of({topic for topic, _ in places})
         return [place for place in places if not (place[0] in counts and 0 <= place[1] < counts[place[0]][0])]
 
@@ -408,7 +419,7 @@ class Transactions(Chapter):
         return {}
 
     async def _begin(self, txn: Transaction) -> None:
-        """Open a transaction, unless it is open. Its lines will lie behind what is in its partition now."""
+        """Open a transaction, unless it is open. Its lines will have offsets after the present end."""
         if txn.first is None:
             key = txn.key
             txn.opening += 1
@@ -430,7 +441,7 @@ class Transactions(Chapter):
     # --- what is held back -------------------------------------------------------------------------------------------
 
     async def hold(self, pid: int, epoch: int, place: Partition) -> HeldBatch:
-        """Let a batch into the transaction of its producer. Say `leave` of it in any case.
+        """Let a batch into the transaction of its producer. Call `leave` on the result in any case.
 
         Raises RequestRefused and TransactionRefused.
         """
@@ -438,8 +449,20 @@ class Transactions(Chapter):
         held.transaction.partitions.add(place)
         return held
 
+    async def placed(self, held: HeldBatch, place: Partition, first_id: int, last_id: int) -> HeldBatch:
+        """Return a batch with its expected offset. `first_id`: of its first record; `last_id`: its producer's last."""
+        txn = held.transaction
+        if place not in txn.first_ids and first_id <= last_id:
+            return held  # it was sent in an earlier transaction: its offset is unknown
+        first = txn.first_ids.setdefault(place, first_id)
+        if place not in txn.begins:
+            with suppress(DamageError):
+                txn.begins[place] = await asyncio.to_thread(lambda: self._core.partitions.open(*place).end())
+        begin = txn.begins.get(place)
+        return held if begin is None else held._replace(offset=begin + first_id - first)
+
     async def _let_in(self, id: str | None, pid: int, epoch: int) -> HeldBatch:
-        """Let something into a transaction, which begins if it is not open. Abort it if it has too much."""
+        """Let a batch or offsets into a transaction, and open it if needed. Abort a transaction that is too large."""
         txn = self._known(id, pid, epoch)
         if txn.nbytes > self._settings.kafka_txn_bytes:
             self._abort_soon(txn, f"over KMQ_KAFKA_TXN_BYTES={self._settings.kafka_txn_bytes}")
@@ -462,8 +485,9 @@ class Transactions(Chapter):
     ) -> None:
         """Put offsets into a transaction; durable when this returns. Raises RequestRefused and TransactionRefused.
 
-        `producer`: transactional id, producer id and epoch. `check` raises RequestRefused if its member is fenced: at once
-        before others are told to wait, or the next reader of a partition could have read its offset in between.
+        `producer`: transactional id, producer id and epoch. `check` raises RequestRefused if the member is fenced. It
+        runs just before others are told to wait. Otherwise the partition's next reader could have read the offset in
+        between.
         """
         for topic, number in self._absent(rows):
             raise RequestRefused("unknown_partition", f"{topic}/{number}: the topic has no such partition")
@@ -486,7 +510,7 @@ class Transactions(Chapter):
             held.leave()
 
     def _check_pending(self, txn: Transaction, count: int) -> None:
-        """Raise RequestRefused unless there is room for so many offsets more."""
+        """Raise RequestRefused unless there is room for `count` more offsets."""
         if len(txn.offsets) + count > _MOST_OFFSETS:
             raise RequestRefused("offsets_full", f"{txn.id}: a transaction has at most {_MOST_OFFSETS:,} offsets")
         pending = sum(len(each.offsets) for each in self._with_offsets)
@@ -499,7 +523,7 @@ class Transactions(Chapter):
             self._with_offsets.add(txn)
 
     def pending(self, group: str) -> set[Partition]:
-        """Return where an open or decided transaction has an offset of the group."""
+        """Return the partitions for which an open or decided transaction has an offset of the group."""
         return {place for txn in self._with_offsets for name, place in txn.offsets if name == group}
 
     # --- the end -----------------------------------------------------------------------------------------------------
@@ -514,7 +538,7 @@ class Transactions(Chapter):
         return {}
 
     async def _end(self, txn: Transaction, epoch: int, *, is_commit: bool) -> None:
-        """Decide, and write what is decided. A client that asks again waits for the first time it has asked."""
+        """Decide a transaction, and finish it. A client that asks again waits for its first request."""
         async with txn.turn():
             self._check_epoch(txn, epoch)
             if txn.first is None:
@@ -529,7 +553,7 @@ class Transactions(Chapter):
             await self._finish(txn)
 
     async def _decide(self, txn: Transaction) -> None:
-        """Write that a transaction is committed, once all that it has sent is in its partition."""
+        """Write that a transaction is committed, once all its lines are in its partition."""
         if txn.users:
             await txn.idle.wait()
         watermark = self._core.watermark
@@ -538,7 +562,7 @@ class Transactions(Chapter):
         await self._writer.write_state(txn, txn.next_state(COMMIT, txn.first or 0, end))
 
     async def _abort(self, txn: Transaction, epoch: int) -> None:
-        frees = txn.last_seq > 0  # else a client could use up the reserve by what costs it nothing
+        frees = txn.last_seq > 0  # otherwise empty transactions could use up the reserve
         former = txn.last.former if epoch == txn.epoch else txn.epoch
         state = txn.next_state(ABORT)._replace(epoch=epoch, former=former)
         await self._writer.write_state(txn, state, frees=frees)
@@ -546,7 +570,7 @@ class Transactions(Chapter):
         self._close(txn)
 
     def _abort_soon(self, txn: Transaction, reason: str) -> None:
-        """Abort the transaction in the broker's own name: its producer is fenced."""
+        """Abort the transaction for the broker: its producer is fenced."""
 
         async def abort() -> None:
             async with txn.turn():
@@ -557,7 +581,7 @@ class Transactions(Chapter):
                     self._note_abort(txn, nbytes, reason)
 
         key = txn.key
-        if not txn.is_changing:  # else it is ending, or comes again
+        if not txn.is_changing:  # otherwise it is ending, or is aborted by a later call
             self._start(abort())
 
     def _note_abort(self, txn: Transaction, nbytes: int, reason: str) -> None:
@@ -566,13 +590,13 @@ class Transactions(Chapter):
     def _close(self, txn: Transaction) -> None:
         txn.close()
         txn.touched = time.monotonic()
-        self._transactions[txn.id] = self._transactions.pop(txn.id)  # behind those that are idle for longer
+        self._transactions[txn.id] = self._transactions.pop(txn.id)  # after those that have been idle longer
         self._with_offsets.discard(txn)
 
     # --- the copy ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, txn: Transaction) -> None:
-        """Write what is committed to its topics, however often it takes. Raises RequestRefused (stopping)."""
+        """Copy a committed transaction to its topics, and retry until that works. Raises RequestRefused (stopping)."""
         told, decided = "", txn.last
         while True:
             try:
@@ -598,10 +622,10 @@ class Transactions(Chapter):
                 self._log.warn("kafka_transaction_dropped", id=txn.id, pid=txn.pid, records=count, effect=why)
         txn.outcome = COMMIT
         self._close(txn)
-        await self._core.watermark.passed(copied.last_seq)  # so that who hears of the commit finds its records
+        await self._core.watermark.passed(copied.last_seq)  # a client that learns of the commit must find its records
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Do this whatever becomes of who has asked for it."""
+        """Run this as a task that goes on if its client leaves."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -610,8 +634,8 @@ class Transactions(Chapter):
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # who waited may have given up
+            task.exception()  # its caller may have gone
 
     async def _in_task(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Do this whatever becomes of who has asked for it, and wait ANSWER_S for it. Raises TimeoutError."""
+        """Run this as a task that goes on if its client leaves, and wait ANSWER_S for it. Raises TimeoutError."""
         return await asyncio.wait_for(asyncio.shield(self._start(work)), ANSWER_S)

@@ -1,13 +1,16 @@
-"""The door's connection to ingress: units of lines, each with the name of its producer, and what becomes of them.
+"""The door's connection to ingress: sends units of lines, each with its producer's name, and matches the replies.
 
-Invariant   Units are sent in the order in which they are handed over. What has no reply when the connection breaks is sent
-            again, in the same order, on the next one: each line has an id, so it is stored once.
-            After a refusal of the whole connection (a full disk, too few replicas) nothing more is sent on it, and what
-            waits is refused with it: on the next connection it could be stored although what came before was not.
-            Where the framer refuses lines, the connection goes on. So a unit says which id of its name must be stored
-            before it.
-            A newer gateway of this broker fences this one: from then on everything is refused.
-Memory      _MOST_BYTES of lines without a reply. `room` waits until there are fewer, and is no reservation.
+    units.send(b"k7.1.0", b"orders.@0||1|…\n", 1, …)    → b"!unit 1 40 p=k7.1.0\n" and the lines; reply !ack 1 501
+                                                         → [SeqRun(1, 501, …)]
+
+Invariant   Units are sent in the order in which they are handed over. If the connection breaks, units without all
+            replies are sent again in the same order on the next one. Each line has an id, so it is stored once.
+            After a refusal of the whole connection (a full disk, too few replicas) nothing more is sent on it, and all
+            waiting units are refused, too: on the next connection a unit could be stored although an earlier one was
+            not. Where the framer refuses only lines, the connection continues. So a unit says which id of its name must
+            be stored before it.
+            A newer gateway of this broker fences this one: from then on every unit is refused.
+Memory      _MOST_BYTES of lines without a reply. `room` waits until there are fewer. It does not reserve room.
 """
 
 import asyncio
@@ -17,28 +20,27 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from kmq.access import local_token
 from kmq.client.connection import backoff
-from kmq.client.lines import read_port
 from kmq.config.settings import Settings
 from kmq.config.values import KIB, MIB
 from kmq.errors import KmqError
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.ingress import reserved_address
 from kmq.logfmt import Logger
 from kmq.message.record import count_lines
 from kmq.wire import refusals
 
-UNIT_BYTES = 64 * KIB  # that a unit may have beside the longest line (kmq/ingress/hello.py)
+UNIT_BYTES = 64 * KIB  # that a unit may have besides the longest line (kmq/ingress/hello.py)
 SPARE = b"producer=__kafka-spare reserved=spare"  # the hello of a connection that may write to a full disk
 _MOST_BYTES = 64 * MIB
-_ENTRY_BYTES = 500  # of a unit beside its text
+_ENTRY_BYTES = 500  # of a unit besides its text
 _ANSWER_S = 5.0  # until ingress must have taken the hello
 _JOINED = 16 * KIB  # bytes of a unit that is sent at once
 _HIGH_BYTES = MIB  # of the socket's buffer in this process
 
 
 class SeqRun(NamedTuple):
-    """Lines that follow one another in a unit and have consecutive seqs. `seq`: of the first; 0: it is not known any more."""
+    """Lines of a unit that follow one another with consecutive seqs. `seq`: of the first; 0: no longer known."""
 
     lines: int
     seq: int
@@ -46,9 +48,12 @@ class SeqRun(NamedTuple):
 
 
 class _Unit:
-    """A unit without all its replies. `on_refused` hears of a refusal at once, before anything else is judged."""
+    """A unit that has not all its replies.
 
-    __slots__ = ("after", "count", "future", "left", "name", "on_refused", "refused", "runs", "text")
+    `on_refused` is called at once for a refusal, before any later batch is judged. Its argument: may lines be stored?
+    """
+
+    __slots__ = ("after", "count", "future", "is_sent", "left", "name", "on_refused", "refused", "runs", "text")
 
     def __init__(
         self,
@@ -56,15 +61,15 @@ class _Unit:
         text: bytes,
         count: int,
         future: "asyncio.Future[list[SeqRun]]",
-        on_refused: Callable[[], None],
+        on_refused: Callable[[bool], None],
         after: int | None,
     ) -> None:
-        self.after = after
+        self.after, self.is_sent = after, False
         self.name, self.text, self.count, self.future, self.on_refused = name, text, count, future, on_refused
         self.begin()
 
     def begin(self) -> None:
-        """Forget the replies: it is sent again."""
+        """Forget the replies, because the unit is sent again."""
         self.left = self.count
         self.runs: list[SeqRun] = []
         self.refused: RequestRefused | None = None
@@ -74,18 +79,18 @@ class _Unit:
         return b"!unit %d %d p=%b%b\n" % (self.count, len(self.text), self.name, after)
 
     def settle(self) -> None:
-        """Tell who waits: all lines have their replies."""
+        """Set the result: all lines have their replies."""
         if self.refused is not None:
             self.refuse(self.refused)
         elif not self.future.done():
             self.future.set_result(self.runs)
 
     def refuse(self, refused: RequestRefused) -> None:
-        """Tell who waits that not all of it is stored."""
-        self.on_refused()
+        """Set the refusal as the result: not all of the unit is stored."""
+        self.on_refused(bool(self.runs) or (self.is_sent and self.left > 0))
         if not self.future.done():
             self.future.set_exception(refused)
-            self.future.exception()  # who waited may have given up
+            self.future.exception()  # its caller may have gone
 
 
 class _Question:
@@ -101,28 +106,28 @@ class _Question:
         return b"!unit 0 0 p=%b\n" % self.name
 
     def refuse(self, refused: RequestRefused) -> None:
-        """Tell who waits that nobody knows."""
+        """Set the refusal as the result: the last id cannot be asked for."""
         if not self.future.done():
             self.future.set_exception(refused)
             self.future.exception()
 
 
 class Units:
-    """What the door sends to ingress. Make it inside the event loop."""
+    """The units that the door sends to ingress. Make it inside the event loop."""
 
     def __init__(self, settings: Settings, log: Logger, hello: bytes = b"producer=__kafka reserved=1") -> None:
         """`hello`: the name whose newer connection fences the older one, and what the connection may do."""
         self._settings, self._log, self._hello = settings, log, hello
-        self._waiting: deque[_Unit | _Question] = deque()  # without all replies, in order
+        self._waiting: deque[_Unit | _Question] = deque()  # units without all replies, in order
         self._sent = 0  # how many of them were sent on this connection
         self._nbytes = 0
         self._answered = 0  # lines of this connection
         self._link: _Link | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._freed = asyncio.Event()
-        self._refusal: RequestRefused | None = None  # why ingress takes nothing more on this connection
-        self._told = ""  # the code of these refusals that the log has had, until a line is stored again
-        self._closed = ""  # why nothing is taken any more
+        self._refusal: RequestRefused | None = None  # why ingress accepts nothing more on this connection
+        self._told = ""  # the code of the last refusal logged, until a line is stored again
+        self._closed = ""  # why no unit is accepted any more
 
     # --- what callers do ---------------------------------------------------------------------------------------------
 
@@ -133,19 +138,19 @@ class Units:
             await self._freed.wait()
 
     def send(
-        self, name: bytes, text: bytes, count: int, on_refused: Callable[[], None], after: int | None = None
+        self, name: bytes, text: bytes, count: int, on_refused: Callable[[bool], None], after: int | None = None
     ) -> "asyncio.Future[list[SeqRun]]":
         """Hand over lines that belong together. The result: their seqs. Raises RequestRefused, also through the future.
 
-        `after`: they have ids without a gap, and are refused unless this id of the name, or a later one, is stored. None:
-        their ids only rise.
+        `after`: the lines have ids without a gap, and are refused unless this id of the name, or a later one, is
+        stored. None: their ids only rise.
         """
         future: asyncio.Future[list[SeqRun]] = asyncio.get_running_loop().create_future()
         self._put(_Unit(name, text, count, future, on_refused, after))
         return future
 
     def last_id(self, name: bytes) -> "asyncio.Future[int]":
-        """Ask for the last id that is stored of a name; 0: it is not known."""
+        """Ask for the last stored id of a name; 0: not known; FORGOTTEN: it may have been forgotten."""
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._put(_Question(name, future))
         return future
@@ -167,7 +172,7 @@ class Units:
         self.write()
 
     def write(self) -> None:
-        """Send what waits, as far as the socket takes it; connect first if need be."""
+        """Send waiting units, as far as the socket takes them. Connect first if needed."""
         link = self._link
         if link is None:
             if self._connecting is None or self._connecting.done():
@@ -176,14 +181,16 @@ class Units:
         while self._sent < len(self._waiting) and not (link.is_full or self._refusal is not None):
             unit = self._waiting[self._sent]
             self._sent += 1
+            if isinstance(unit, _Unit):
+                unit.is_sent = True
             if len(unit.text) <= _JOINED:
                 link.transport.write(unit.head() + unit.text)
-            else:  # to join the two would copy a megabyte
+            else:  # joining the two would copy a megabyte
                 link.transport.write(unit.head())
                 link.transport.write(unit.text)
 
     async def _connect(self) -> None:
-        """Open a connection, however often it takes."""
+        """Open a connection; retry until that works."""
         attempt = 0
         while not self._closed:
             try:
@@ -194,11 +201,10 @@ class Units:
                 attempt += 1
 
     async def _open(self) -> None:
-        settings = self._settings
-        port = read_port(settings, "ingress", settings.port)
-        _, link = await asyncio.get_running_loop().create_connection(lambda: _Link(self), settings.host, port)
-        token = local_token.read(settings).encode()
-        link.transport.write(b"!hello acks=1 %b token=%b\n" % (self._hello, token))
+        server = reserved_address(self._settings)
+        _, link = await asyncio.get_running_loop().create_connection(lambda: _Link(self), server.host, server.port)
+        epoch = b"" if server.epoch is None else b" epoch=%d" % server.epoch
+        link.transport.write(b"!hello acks=1 %b%b token=%b\n" % (self._hello, epoch, server.token.encode()))
         try:
             hello = await link.greeted
         except BaseException:
@@ -217,11 +223,11 @@ class Units:
         self.write()
 
     def lost(self, link: "_Link") -> None:
-        """Go on with another connection."""
+        """Continue on another connection."""
         if link is not self._link:
             return
         self._link = None
-        if self._refusal is not None:  # what was sent behind the refused line is refused too
+        if self._refusal is not None:  # units sent after the refused line are refused, too
             self._refuse_all(self._refusal)
         elif self._waiting and not self._closed:
             self.write()
@@ -229,7 +235,7 @@ class Units:
     # --- replies -----------------------------------------------------------------------------------------------------
 
     def take(self, reply: bytes) -> None:
-        """Take one reply. Raises ValueError for one that fits to nothing that was sent."""
+        """Handle one reply. Raises ValueError for a reply that matches nothing that was sent."""
         verb, _, rest = reply.partition(b" ")
         if verb == b"!last":
             question = self._waiting[0] if self._sent else None
@@ -263,7 +269,7 @@ class Units:
             unit = self._head()
             some = min(count, unit.left)
             last = unit.runs[-1] if unit.runs else None
-            # Lines that were stored before are told one by one.
+            # Each line that was stored before has a reply of its own.
             if last and is_duplicate and last.is_duplicate and seq and last.seq + last.lines == seq:
                 unit.runs[-1] = last._replace(lines=last.lines + some)
             else:
@@ -279,7 +285,7 @@ class Units:
         if refusals.find(code).scope == refusals.CONNECTION:
             self._refusal = RequestRefused(code, reason)
         first = self._waiting[0] if self._sent else None
-        if isinstance(first, _Question):  # on a refused connection it is a message
+        if isinstance(first, _Question):  # a refused connection refuses it like a message
             self._drop()
             first.refuse(RequestRefused(code, reason))
             return self._next()
@@ -296,12 +302,12 @@ class Units:
             self._next()
 
     def _drop(self) -> None:
-        """Take the first of what waits away, because it is answered."""
+        """Remove the first waiting entry, because it is answered."""
         self._nbytes -= len(self._waiting.popleft().text) + _ENTRY_BYTES
         self._sent -= 1
 
     def _next(self) -> None:
-        """After a reply: make room, and leave a connection on which nothing is taken any more."""
+        """After a reply: make room, and leave a connection that accepts nothing more."""
         self._freed.set()
         if self._refusal is not None and not self._sent and self._link is not None:
             link, self._link = self._link, None
@@ -309,7 +315,7 @@ class Units:
             self._refuse_all(self._refusal)
 
     def _refuse_all(self, refused: RequestRefused) -> None:
-        """Refuse everything that waits: on another connection it could be stored although a batch before it was not."""
+        """Refuse all waiting units: on another connection one could be stored although an earlier batch was not."""
         if refused.code != self._told and not self._closed:
             self._told = refused.code
             self._log.warn("kafka_produce_refused", reason=f"{refused.code} {refused}", effect="its clients send again")
@@ -320,13 +326,13 @@ class Units:
         self._freed.set()
 
     def _end(self, why: str) -> None:
-        """Refuse everything from now on."""
+        """Refuse every unit from now on."""
         self._closed = why
         self._refuse_all(RequestRefused("stopping", why))
 
 
 def split(text: bytes, count: int, most: int) -> Iterator[tuple[bytes, int]]:
-    """Yield whole lines of at most `most` bytes, and how many they are. No line is longer."""
+    """Yield whole lines of at most `most` bytes, and their number. No line is longer."""
     at = 0
     while len(text) - at > most:
         end = text.rindex(b"\n", at, at + most) + 1
@@ -368,7 +374,7 @@ class _Link(asyncio.Protocol):
             for line in lines:
                 self._units.take(line)
         except ValueError:
-            self.transport.abort()  # nobody knows what was answered: everything is sent again
+            self.transport.abort()  # which lines have replies is unknown now, so all are sent again
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.greeted.done():

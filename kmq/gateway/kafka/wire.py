@@ -1,17 +1,23 @@
-"""Requests and responses of the Kafka protocol: which keys and versions there are, how they are read, how they are written.
+"""Requests and responses of the Kafka protocol: supported keys and versions, decoding, encoding.
+
+    decode(header(frame), frame)        → the body with kio's fields, such as .topics
+    encode(header, {"error_code": 0})   → the bytes of the response
 
 Versions    `Key` is a contract with clients: each row is there because a client needs it (docs/kafka.md).
-Codec       kio has the form of all control messages, made from Apache's own descriptions, and writes responses. It reads
-            no requests: 0.5 goes back by a negative length of a string, for ever, and ends at a tagged field that it does
-            not know, which Apache adds without a new version; the native reader of 0.6 takes memory by the length that
-            a stranger says. Produce and Fetch carry records, and are read and written by hand (`Reader`).
-Invariant   What a stranger sends raises BadRequest, or is a whole request. Nothing is allocated by a length that is said, and
-            a request of any size is read in a fraction of a second.
+Codec       kio has the layout of all control messages, made from Apache's own descriptions, and writes responses. It
+            does not read requests. 0.5 goes back by a negative length of a string, for ever, and ends at a tagged field
+            that it does not know, although Apache adds these without a new version. The native reader of 0.6 allocates
+            memory by a length that the client says. Produce and Fetch carry records, and are read and written by hand
+            (`Reader`).
+Invariant   A request either raises BadRequest or is complete. No memory is allocated by a length that a client says,
+            and a request of any size is read in a fraction of a second.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import struct
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
@@ -21,11 +27,27 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from kio.index import load_request_schema, load_response_schema
-from kio.schema.errors import ErrorCode
-from kio.serial import entity_writer
-
 from kmq.gateway.core.broker import RequestRefused
+
+
+@contextlib.contextmanager
+def _not_found(package: str) -> Iterator[None]:
+    """Make a package that is not loaded yet look as if it was not installed."""
+    is_loaded = package in sys.modules
+    if not is_loaded:
+        sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if not is_loaded:
+            del sys.modules[package]
+
+
+# kio loads Hypothesis where it is installed, to register its types there: 0.4 s of CPU and 18 MB at each start.
+with _not_found("hypothesis"):
+    from kio.index import load_request_schema, load_response_schema
+    from kio.schema.errors import ErrorCode
+    from kio.serial import entity_writer
 
 __all__ = ["ErrorCode"]
 
@@ -40,7 +62,7 @@ INVALID_REGULAR_EXPRESSION = typing.cast(ErrorCode, _LateCode.invalid_regular_ex
 
 
 class Key(IntEnum):
-    """A kind of request: its number, the lowest and the highest version that clients are told, the lowest that is answered."""
+    """A kind of request: its number, the lowest and highest version announced, and the lowest that is answered."""
 
     low: int
     high: int
@@ -51,11 +73,12 @@ class Key(IntEnum):
         key._value_, key.low, key.high, key.served = number, low, high, max(low, served)
         return key
 
-    # 0 to 2 are told and refused: without them kcat stops to compress, and others take the broker for an old one.
+    # 0 to 2 are announced and refused: without them kcat does not compress, and others take the broker for an old one.
     PRODUCE = 0, 0, 9, 3
-    # librdkafka 2.6.0 sends 12, whatever it is told, and reads nothing if the answer is an older one.
+    # librdkafka 2.6.0 sends 12, whatever is announced, and reads nothing if the answer is older.
     FETCH = 1, 4, 13
-    LIST_OFFSETS = 2, 1, 6
+    # Java's and librdkafka's clients ask for the highest time (KIP-734) from 7 on.
+    LIST_OFFSETS = 2, 1, 7
     METADATA = 3, 0, 12
     OFFSET_COMMIT = 8, 2, 9
     # 7 and 8 have require_stable, without which exactly-once processing is not exact.
@@ -69,7 +92,7 @@ class Key(IntEnum):
     LIST_GROUPS = 16, 0, 4
     SASL_HANDSHAKE = 17, 0, 1
     API_VERSIONS = 18, 0, 3
-    # 5 and more have a list of settings that is null, of which Java's client dies.
+    # 5 and later have a list of settings that is null, which crashes Java's client.
     CREATE_TOPICS = 19, 2, 4
     DELETE_TOPICS = 20, 1, 5
     DELETE_RECORDS = 21, 0, 2
@@ -99,7 +122,7 @@ class Key(IntEnum):
 
     @property
     def act(self) -> str:
-        """Return what this is called in the table of roles (kmq/access/roles.py)."""
+        """Return the name of this act in the table of roles (kmq/access/roles.py)."""
         return f"Kafka.{self.name.title().replace('_', '')}"
 
 
@@ -121,7 +144,7 @@ class Unsupported(Exception):
 
 
 class Header(NamedTuple):
-    """What a request begins with. `body`: where the rest begins. `client`: what it calls itself, for people."""
+    """The beginning of a request. `body`: where the rest begins. `client`: its name for itself, for people."""
 
     key: int
     version: int
@@ -134,15 +157,15 @@ class Header(NamedTuple):
 
 
 class Reader:
-    """Reads a request: its strings, arrays and bytes, whose form is another one from a flexible version on.
+    """Reads a request: its strings, arrays and bytes. From a flexible version on their form is another one.
 
-    Every length is checked against the bytes that are left. Arrays of a request have at most MAX_ENTRIES together, since
-    an entry of a few bytes costs microseconds, and more than a hundred bytes of memory.
+    Every length is checked against the bytes that are left. All arrays of a request have at most MAX_ENTRIES together,
+    because an entry of a few bytes costs microseconds, and more than a hundred bytes of memory.
     """
 
     def __init__(self, data: memoryview, at: int, is_flexible: bool) -> None:
         self.data, self.at, self.is_flexible = data, at, is_flexible
-        self._entries = 0  # that were promised so far
+        self._entries = 0  # announced so far
 
     def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
         """Return numbers of a fixed form."""
@@ -169,7 +192,7 @@ class Reader:
         raise BadRequest(f"byte {at}: a number of more than 5 bytes")
 
     def count(self) -> int:
-        """Return how many entries an array has; -1: it is null."""
+        """Return the number of entries of an array; -1: it is null."""
         count = self.varint() - 1 if self.is_flexible else self.unpack(_INT)[0]
         self._promise(count)
         return int(count)
@@ -205,7 +228,7 @@ class Reader:
         return UUID(bytes=data) if any(data) else None
 
     def tags(self) -> None:
-        """Skip the tagged fields, which a flexible version has at the end of each structure: none is known here."""
+        """Skip the tagged fields at the end of a structure of a flexible version. None of them is used here."""
         count = self.varint() if self.is_flexible else 0
         self._promise(count)
         for _ in range(count):
@@ -219,10 +242,10 @@ _HEADER = struct.Struct(">hhi")
 
 
 def header(frame: memoryview) -> Header:
-    """Return what a request begins with. Raises BadRequest, and Unsupported for what is not served."""
+    """Return the beginning of a request. Raises BadRequest, and Unsupported for a key or version that is not served."""
     reader = Reader(frame, 0, False)
     key, version, correlation = reader.unpack(_HEADER)
-    name = reader._bytes(reader.unpack(_SHORT)[0])  # a string of the old form in every version
+    name = reader._bytes(reader.unpack(_SHORT)[0])  # in the old form in every version
     client = "" if name is None else bytes(name[:_MAX_CLIENT]).decode(errors="replace")
     known = _KEYS.get(key)
     if known is None or not known.served <= version <= known.high:
@@ -234,10 +257,10 @@ def header(frame: memoryview) -> Header:
 
 @cache
 def request_class(key: int, version: int) -> Any:
-    """Return kio's description of a request, which kio looks for anew each time."""
+    """Return kio's description of a request. kio itself searches for it each time."""
     if (key, version) != (Key.CONSUMER_GROUP_HEARTBEAT, 1):
         return load_request_schema(key, version)
-    # kio knows version 0 alone. The next one has a pattern behind the names of topics.
+    # kio knows only version 0. The next one has a pattern type after the names of topics.
     former = load_request_schema(key, 0)
     rows = [(each.name, each.type, dataclasses.field(metadata=each.metadata)) for each in dataclasses.fields(former)]
     pattern = ("subscribed_topic_regex", str | None, dataclasses.field(metadata={"kafka_type": "string"}))
@@ -259,8 +282,8 @@ def is_flexible(key: Key, version: int) -> bool:
 def decode(found: Header, frame: memoryview) -> Any:
     """Return the body of a control message: an object with kio's fields of that version. Raises BadRequest.
 
-    What follows is ignored, as by Apache's broker: librdkafka's Metadata 9 of all topics is three bytes too long, of
-    which two are a tagged field and the last one is nothing.
+    Bytes after the body are ignored, as by Apache's broker: librdkafka's Metadata 9 of all topics is three bytes too
+    long. Two of these are a tagged field, the last one has no meaning.
     """
     reader = Reader(frame, found.body, is_flexible(Key(found.key), found.version))
     try:
@@ -279,7 +302,7 @@ def _object(reader: Reader, cls: Any) -> SimpleNamespace:
 
 @cache
 def _steps(cls: Any) -> list[tuple[str, Callable[[Reader], Any]]]:
-    """Return how each field of a structure is read, in order."""
+    """Return the reader of each field of a structure, in order."""
     return [(field.name, _array(field) if field.is_array else _single(field)) for field in _fields(cls)]
 
 
@@ -370,12 +393,12 @@ class Writer:
         self._parts += parts
 
     def tags(self) -> None:
-        """Write that there are no tagged fields."""
+        """Write an empty list of tagged fields."""
         if self._is_flexible:
             self._parts.append(b"\0")
 
     def pieces(self, least: int) -> Iterator[bytes | memoryview]:
-        """Yield the response with its length in front: parts of at least so many bytes as they are, and others joined."""
+        """Yield the response with its length first. Parts of at least `least` bytes stay single, others are joined."""
         small: list[bytes | memoryview] = [_INT.pack(sum(map(len, self._parts)))]
         for part in self._parts:
             if len(part) >= least:
@@ -387,7 +410,7 @@ class Writer:
         yield b"".join(small)
 
     def frame(self) -> bytes:
-        """Return the response with its length in front."""
+        """Return the response with its length first."""
         return b"".join([_INT.pack(sum(map(len, self._parts))), *self._parts])
 
     def body(self) -> bytes:
@@ -409,9 +432,9 @@ Fields = Mapping[str, Any]  # by kio's names, of all versions together
 
 
 def encode(found: Header, fields: Fields) -> bytes:
-    """Return the response to a control message, with its length in front. What its version does not have is left out."""
+    """Return the response to a control message, with its length first. Fields unknown to its version are left out."""
     cls = response_class(found.key, found.version)
-    # Clients must be able to read this one before they know which versions there are.
+    # Clients must be able to read this response before they know the versions.
     out, body = Writer(cls.__flexible__ and found.key != Key.API_VERSIONS), BytesIO()
     out.begin(found.correlation)
     _writer(cls)(body, entity(cls, fields))
@@ -420,15 +443,15 @@ def encode(found: Header, fields: Fields) -> bytes:
 
 
 def refusal(found: Header, body: Any, code: ErrorCode, text: str | None = None) -> Fields:
-    """Return a response that refuses all of a control message, where its version has errors: as a whole, or each entry."""
+    """Return a response that refuses a control message, in the error field of the whole or of each entry."""
     return _refused(response_class(found.key, found.version), body, code, text)
 
 
-# What a refused request names; the response has an entry for each.
+# The entries that a refused request names; the response has one for each.
 _NAMED: tuple[str, ...] = ("topics", "partitions", "partition_indexes", "resources", "groups", "coordinator_keys")
 _NAMED += ("topic_names", "groups_names", "group_ids", "users", "deletions", "upsertions", "v3_and_below_topics")
 _NAMED += ("transactional_ids",)
-# Of an entry that the request names by one word.
+# The field of an entry that a request names by one word.
 _NAMES = ("name", "group_id", "key", "partition_index", "user", "transactional_id")
 
 
@@ -456,9 +479,9 @@ def _named(asked: Any) -> Iterator[Any]:
 
 
 class _Field(NamedTuple):
-    """A field of one version. `kind`: its type, of a plain one; `entry`: the class of its entries, of another one.
+    """A field of one version. `kind`: the type of a plain field; `entry`: the class of its entries otherwise.
 
-    `blank`: what it is where a response does not say it.
+    `blank`: its value if a response does not give one.
     """
 
     name: str
@@ -469,7 +492,7 @@ class _Field(NamedTuple):
     blank: Any
 
 
-NO_TIME = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC) - datetime.timedelta(milliseconds=1)  # there is none
+NO_TIME = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC) - datetime.timedelta(milliseconds=1)  # means no time
 _BLANK = {"string": "", "bytes": b"", "bool": False, "error_code": ErrorCode.none, "datetime_i64": NO_TIME}
 _BLANK |= dict.fromkeys(("timedelta_i32", "timedelta_i64"), datetime.timedelta(0))
 
@@ -492,7 +515,7 @@ def _fields(cls: Any) -> list[_Field]:
 
 
 def entity(cls: Any, fields: Fields) -> Any:
-    """Return the kio object of one version. What is not given has Apache's default; else it is empty, or -1."""
+    """Return the kio object of one version. A field without a value gets Apache's default, otherwise empty or -1."""
     values = {}
     for field in _fields(cls):
         value = fields.get(field.name, field.blank)
@@ -513,7 +536,7 @@ def _writer(cls: Any) -> Any:
 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
-# What a refusal of the core is for a client of Kafka. Clients try again what is retriable for them.
+# Kafka error codes for refusals of the core. Clients retry those that they take for retriable.
 _CODES = {
     "unauthorized": ErrorCode.sasl_authentication_failed,
     "forbidden": ErrorCode.topic_authorization_failed,
@@ -548,7 +571,7 @@ _CODES = {
 
 
 class KafkaRefused(RequestRefused):
-    """What is refused to clients of Kafka alone, with an error of theirs."""
+    """A refusal for Kafka clients only, with a Kafka error code."""
 
     def __init__(self, error: ErrorCode, text: str) -> None:
         super().__init__("bad_request", text)
@@ -556,7 +579,7 @@ class KafkaRefused(RequestRefused):
 
 
 def code_of(refused: RequestRefused, codes: Mapping[str, ErrorCode] = _CODES) -> ErrorCode:
-    """Return the error that clients of Kafka know for a refusal."""
+    """Return the Kafka error code for a refusal."""
     if isinstance(refused, KafkaRefused):
         return refused.error
     return codes.get(refused.code, ErrorCode.unknown_server_error)

@@ -15,14 +15,19 @@ from collections.abc import Awaitable, Callable
 
 from kmq.gateway.core.connection import HIGH_BYTES, ClientConnection
 from kmq.gateway.core.partitions import Span
+from kmq.wire import foreign
 from kmq.wire.requests import MAX_REQUEST
 
 _SEND_BYTES = 1 << 18  # a client must take as much within the deadline
-_MOST_LINES = 64  # requests that wait; beyond that nothing is received
+_MOST_LINES = 64  # requests that wait; above this nothing is received
 
 
 class TooLong(ValueError):
     """A request line is over MAX_REQUEST bytes."""
+
+
+class OtherProtocol(ValueError):
+    """The first line is one of HTTP, or TLS (kmq/wire/foreign.py): its text says which."""
 
 
 class LineConnection(ClientConnection):
@@ -34,14 +39,21 @@ class LineConnection(ClientConnection):
         super().__init__(serve, siblings)
         self._partial = b""
         self._lines: deque[bytes] = deque()
-        self._take: Callable[[bytes], bool] | None = None  # of who waits for a line
-        self._is_full = False  # so many lines wait that nothing is received
+        self._take: Callable[[bytes], bool] | None = None  # of the task that waits for a line
+        self._is_full = False  # too many lines wait, so nothing is received
         self._is_too_long = False
+        self._speaks: str | None = None  # according to its first line: "" lines, HTTP or TLS; None: not known yet
 
     def data_received(self, data: bytes) -> None:
-        if self._is_too_long or self._is_refused:
+        if self._is_too_long or self._is_refused or self._speaks:
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
+        if self._speaks is None:
+            self._speaks = foreign.spoken(lines[0] if lines else self._partial, bool(lines))
+            if self._speaks:
+                self._partial = b""
+                self._arrived.set()
+                return
         self._is_too_long = len(self._partial) > MAX_REQUEST or any(len(line) > MAX_REQUEST for line in lines)
         if lines or not self._partial:
             self._unfinished_since = 0.0
@@ -64,7 +76,7 @@ class LineConnection(ClientConnection):
         return super().eof_received()
 
     async def read_line(self, take: Callable[[bytes], bool] | None = None) -> bytes | None:
-        """Return the next line without its newline; None when the client has sent its last. Raises TooLong.
+        """Return the next line without its newline; None when the client has sent its last. Raises TooLong, OtherProtocol.
 
         A line that `take` accepts as it arrives is not returned: it costs no turn of the caller's task.
         """
@@ -72,6 +84,8 @@ class LineConnection(ClientConnection):
         while not self._lines:
             if self._is_too_long:
                 raise TooLong(f"the line is over {MAX_REQUEST} bytes")
+            if self._speaks:
+                raise OtherProtocol(self._speaks)
             if self._is_over:
                 return None
             self._arrived.clear()
@@ -88,7 +102,7 @@ class LineConnection(ClientConnection):
         return line
 
     def _resume(self) -> None:
-        """Receive again. Never during sendfile: an error there would take the descriptor from under it."""
+        """Receive again. Never during sendfile: an error there would close the descriptor that it uses."""
         if self._is_full and not self.is_sending and len(self._lines) <= _MOST_LINES // 2 and not self._is_lost:
             self._is_full = False
             self.transport.resume_reading()
@@ -103,7 +117,7 @@ class LineConnection(ClientConnection):
             return
         loop, at = asyncio.get_running_loop(), span.begin
         if not (self.transport.get_write_buffer_size() or self._is_lost or self.transport.is_closing()):
-            with contextlib.suppress(OSError):  # what the socket takes at once is not waited for; errors: below, again
+            with contextlib.suppress(OSError):  # the socket takes this without a wait; an error is raised again below
                 at += os.sendfile(self.transport.get_extra_info("socket").fileno(), span.fd, at, span.nbytes)
         with open(span.fd, "rb", buffering=0, closefd=False) as file:
             for begin in range(at, end, _SEND_BYTES):
@@ -118,7 +132,7 @@ class LineConnection(ClientConnection):
         """End the connection with this line, or without it if part of another line or batch is under way."""
         if self.task is None or self.task.done():
             return
-        if not self.is_sending and not self._is_lost and not self._is_refused:  # it has had its last line
+        if not self.is_sending and not self._is_lost and not self._is_refused:  # it has not had its last line
             self.transport.write(last)
             self._is_ended = True
         self.task.cancel()

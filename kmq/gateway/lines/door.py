@@ -1,12 +1,14 @@
-"""The consumer port: what the first line of a connection asks for, who may ask, CONSUME, and how a connection ends.
+"""The consumer port: the first line of a connection, access, CONSUME, and the end of a connection.
 
-CONSUME     The stored lines of a topic, byte for byte as the files have them. What is there when the request arrives
-            comes partition after partition, each after `!ok`. With `follow` new records come as they are routed, each
-            batch after `!batch`. `raw` leaves these lines out: then the bytes of one partition are what `cat` gives, up
-            to the end of the last whole line.
-Gap         Records that retention deletes in front of the reader are left out; a further `!ok` names the next offset.
-Damage      Damage, a deleted topic, and the end of the gateway are told by `!err`, with `raw` too. Damage of one
-            partition is told after what there is of the others. A follower of a whole topic goes on: it is told once by
+    CONSUME orders follow    → `!ok …` and the stored lines of each partition, then `!batch …` for new ones
+
+CONSUME     The stored lines of a topic, byte for byte as in the files. Lines that are there when the request arrives
+            are sent partition by partition, each after `!ok`. With `follow` new records are sent as they are routed,
+            each batch after `!batch`. `raw` leaves these lines out: then the bytes of one partition are what `cat`
+            shows, up to the end of the last whole line.
+Gap         If retention deletes records before the reader gets to them, a further `!ok` names the next offset.
+Damage      Damage, a deleted topic, and the end of the gateway are reported by `!err`, even with `raw`. Damage of one
+            partition is reported after the lines of the others. A follower of a whole topic continues: it gets one
             `!err consume damaged`, and the partition rests (kmq/gateway/core/fetching.py) until it can be read.
 Limits      ports.py: connections, deadlines, unread bytes; service.py: simultaneous reads.
 End         When the gateway stops, every connection that is not in the middle of a batch gets `!err stopping`.
@@ -23,7 +25,7 @@ from kmq.gateway.core.fetching import Cursor
 from kmq.gateway.core.partitions import END, MAX_BATCH
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.redelivery import Redelivery
-from kmq.gateway.lines.connection import LineConnection, TooLong
+from kmq.gateway.lines.connection import LineConnection, OtherProtocol, TooLong
 from kmq.gateway.lines.service import Service
 from kmq.gateway.lines.session import Session
 from kmq.log.damage import DamageError
@@ -43,7 +45,7 @@ from kmq.wire.requests import (
 
 # --- consume ---------------------------------------------------------------------------------------------------------
 
-_WAIT_S = 5.0  # until a follower looks whether its topic has more partitions
+_WAIT_S = 5.0  # until a follower checks whether its topic has more partitions
 
 
 class Consumption:
@@ -63,7 +65,7 @@ class Consumption:
             try:
                 await self._send_past(cursor)
             except DamageError as err:
-                # The last one is named: so a consumer that asks how many partitions there are sees them all.
+                # The last partition is named, so that a consumer which asks how many there are sees them all.
                 damaged = await self._tell(cursor, err) or damaged
         if damaged is not None:
             raise damaged
@@ -71,7 +73,7 @@ class Consumption:
             await self._follow(cursors)
 
     async def _tell(self, cursor: Cursor, err: DamageError) -> RequestRefused | None:
-        """Tell a follower of other partitions, too, of damage, once. Return how a request ends that goes on with none."""
+        """Report damage once to a follower of a whole topic. Return the refusal that ends any other request."""
         if not self._asked.follow or self._asked.partition is not None:
             return RequestRefused("damaged", f"{cursor.place}: {err}")
         if cursor.damage.is_new(err):
@@ -96,7 +98,7 @@ class Consumption:
             await self._connection.write(Started(cursor.place, offset).encode())
 
     async def _send_past(self, cursor: Cursor) -> None:
-        """Send what is there now."""
+        """Send the lines that are there now."""
         await self._service.run(cursor.locate)
         await self._begin(cursor, cursor.offset)
         end = await self._service.run(cursor.partition.end)
@@ -105,13 +107,13 @@ class Consumption:
             async with self._service.reading(self._connection):
                 try:
                     await self._send_range(cursor, min(end, before + self._left))
-                except FileNotFoundError:  # a segment is gone, or another one by compaction: look again
+                except FileNotFoundError:  # a segment was deleted, or replaced by compaction: look again
                     continue
             if cursor.offset == before:
                 start = await self._service.run(cursor.partition.start)
                 if start <= before:
                     return
-                await self._begin(cursor, start)  # more than was asked for is gone
+                await self._begin(cursor, start)  # more was deleted than was asked for
 
     async def _send_range(self, cursor: Cursor, end: int) -> None:
         found = await self._service.run(cursor.partition.range, cursor.offset, end)
@@ -129,7 +131,7 @@ class Consumption:
     # --- following ---------------------------------------------------------------------------------------------------
 
     async def _follow(self, cursors: list[Cursor]) -> None:
-        """Send what comes, until the client goes or `max` lines were sent."""
+        """Send new lines, until the client goes or `max` lines were sent."""
         while self._left:
             has_sent = False
             for cursor in cursors:
@@ -174,7 +176,7 @@ class Consumption:
         return self._service.partitions.count(self._asked.topic) > known
 
     async def _add_partitions(self, cursors: list[Cursor]) -> None:
-        """Follow the partitions that the topic has been given meanwhile, from their first record on."""
+        """Follow partitions that the topic has got meanwhile, from their first record on."""
         if self._asked.partition is None:
             count = await self._service.run(self._service.partitions.count, self._asked.topic)
             if count > len(cursors):
@@ -190,7 +192,7 @@ class Lines:
     """The connections of the consumer port. An instance is a factory of protocols, as aiohttp's server is."""
 
     def __init__(self, service: Service, groups: Groups, redelivery: Redelivery | None = None) -> None:
-        """`redelivery` None: nothing can be given back, and nothing comes again."""
+        """`redelivery` None: no message can be given back or is delivered again."""
         self._service, self._groups, self._redelivery = service, groups, redelivery
         self._connections: set[LineConnection] = set()
 
@@ -227,6 +229,9 @@ class Lines:
         except (BadLine, TooLong) as err:
             code = "bad_request"
             await connection.write(Failed("", code, str(err)).encode())
+        except OtherProtocol as other:
+            code = "bad_request"
+            await self._service.dismiss(connection, str(other))
         except RequestRefused as err:
             code = err.code
             await connection.write(Failed("", code, str(err)).encode())
@@ -247,7 +252,7 @@ class Lines:
 
 
 async def _whole(connection: LineConnection, asked: Group | Assign, nbytes: int) -> Group | Assign:
-    """Return an opening with all its lines, of which the first has so many bytes. Raises BadLine, TooLong."""
+    """Return an opening request with all its lines. `nbytes`: of the first line. Raises BadLine, TooLong."""
     while asked.more:
         line = await connection.read_line()
         if line is None:

@@ -1,7 +1,7 @@
-"""What connections of the consumer ports share (partitions, wake-ups, tokens, threads, limits), and the status port.
+"""State shared by connections of the consumer port (partitions, wake-ups, tokens, threads, limits); the status port.
 
-Limits      At most _READS reads hold files open at a time. A further one evicts the connection that has waited for its
-            client longest; if all clients read, it waits, and is refused after _LONGEST_WAIT_S (`too_many`).
+Limits      At most _READS reads hold files open at a time. A further one evicts the connection that has waited longest
+            for its client. If all clients read, it waits, and is refused after _LONGEST_WAIT_S (`too_many`).
 Threads     Reading has a few threads of its own, so that a slow disk never stops the event loop.
 """
 
@@ -23,8 +23,9 @@ from kmq.gateway.core.fetching import Waking
 from kmq.gateway.core.finding import RecordPlace, SeqFinder
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Batch, Partitions
-from kmq.gateway.lines.connection import LineConnection, TooLong
+from kmq.gateway.lines.connection import LineConnection, OtherProtocol, TooLong
 from kmq.log.damage import DamageError, MisplacedError
+from kmq.wire import foreign
 from kmq.wire.requests import BadLine, name_of
 
 _THREADS = 4
@@ -50,7 +51,7 @@ class Service:
         partitions: Partitions | None = None,
         damaged: Callable[[DamageError], object] = lambda err: None,
     ) -> None:
-        """`damaged` counts what is met."""
+        """`damaged` counts damage that is found."""
         self.settings, self.waking, self.requests = settings, waking, requests
         self.partitions = partitions or Partitions(settings.data)
         self._tokens, self._strangers = tokens, strangers
@@ -61,7 +62,7 @@ class Service:
         self._readers: set[LineConnection] = set()
 
     def authorize(self, token: str, peer: str, what: str) -> None:
-        """Raise RequestRefused unless `token` is valid and may do this, or none is required."""
+        """Raise RequestRefused unless `token` allows this, or no token is required."""
         if self._tokens is None:
             return
         holder = self._tokens.find(token.encode())
@@ -74,10 +75,10 @@ class Service:
             raise RequestRefused("forbidden", holder.refusal(act))
 
     async def run(self, work: Callable[..., T], *arguments: object) -> T:
-        """Return the result of work that reads files. If the caller is cancelled, a batch's files are closed.
+        """Run work that reads files in a thread. If the caller is cancelled, a batch's files are closed.
 
-        After a power cut logs end earlier than they did, or lack their index, until the router has recovered: a consumer
-        of these comes too early (not_ready). It is not wrong (out_of_range), and nothing is damaged.
+        After a power cut logs end earlier than before, or lack their index, until the router has recovered. A consumer
+        of such a log is too early (not_ready). Its offset is not wrong (out_of_range), and nothing is damaged.
         """
         running = self._threads.submit(work, *arguments)
         try:
@@ -98,7 +99,7 @@ class Service:
 
     @asynccontextmanager
     async def reading(self, connection: LineConnection) -> AsyncIterator[None]:
-        """Hold files open for a connection. Raises RequestRefused if too many do, and go on doing so."""
+        """Hold files open for a connection. Raises RequestRefused if too many connections do so for too long."""
         if self._reads.locked():
             self._evict_slowest()
         try:
@@ -115,18 +116,24 @@ class Service:
             self._reads.release()
 
     def _evict_slowest(self) -> None:
-        """End the connection that has waited for its client longest, if any has for PATIENCE_S."""
+        """End the connection that has waited longest for its client, if any has for PATIENCE_S."""
         latest = time.monotonic() - PATIENCE_S
         slow = [reader for reader in self._readers if 0 < reader.waits_since <= latest]
         if slow:
             slowest = min(slow, key=lambda reader: reader.waits_since)
-            self._readers.discard(slowest)  # it gives its place back when its task has ended
+            self._readers.discard(slowest)  # its place is free when its task has ended
             self._strangers.turn_away(slowest.peer, f"{self._most_reads} are sent records, and this one is the slowest")
             slowest.force_close()
 
     def release(self, opened: _Closes) -> None:
         """Close files that `run` may be reading at this moment, because its caller was cancelled."""
         self._threads.submit(opened.close)
+
+    async def dismiss(self, connection: LineConnection, protocol: str) -> None:
+        """Tell a client that speaks HTTP or TLS that the port is for lines; then its connection ends."""
+        port = self.settings.http_port
+        self._strangers.cut_off(connection.peer, foreign.reason(protocol, port))
+        await connection.write(foreign.reply(protocol, port))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -158,14 +165,14 @@ class Question:
     __slots__ = ("group", "seq", "token")
 
     def __init__(self, line: bytes) -> None:
-        if not line.isascii():  # a name of another spelling than the one that committed would be PENDING for ever
+        if not line.isascii():  # a group's name in another spelling would be PENDING for ever
             raise BadLine("the line must be ASCII; names are percent-encoded")
         verb, *words = line.decode("ascii").split() or [""]
         shown = [word for word in words if word.startswith("token=")]
         words = [word for word in words if word not in shown]
         if verb != "GET_STATUS" or not 1 <= len(words) <= 2 or len(shown) > 1 or not words[0].isdecimal():
             raise BadLine(verb)
-        # A seq of more digits than any has been given.
+        # A seq with more digits than any existing one becomes 0.
         self.seq = int(words[0]) if words[0].isascii() and len(words[0]) <= _MAX_DIGITS else 0
         self.group = name_of(words[1]) if len(words) > 1 else None
         self.token = shown[0].removeprefix("token=") if shown else ""
@@ -194,6 +201,8 @@ class StatusPort:
                 await connection.write(answer)
         except TooLong as err:
             await connection.write(f"ERR bad_request: {err}\n".encode())
+        except OtherProtocol as other:
+            await self._service.dismiss(connection, str(other))
 
     async def _answer(self, line: bytes, peer: str) -> bytes:
         try:
@@ -215,6 +224,6 @@ class StatusPort:
         """Return where the record is, or the answer if it is nowhere."""
         if not self._finder.is_numbered(seq):
             return b"UNKNOWN\n"
-        # Asked before the search: what is routed after it must not be taken for gone.
+        # Asked before the search: a record routed during the search must not be taken for gone.
         is_routed = self._finder.is_routed(seq)
         return self._finder.find(seq) or (b"UNKNOWN\n" if is_routed else b"PENDING\n")

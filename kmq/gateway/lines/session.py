@@ -1,14 +1,18 @@
-"""A session: a client by lines that reads partitions: its requests for batches, offsets and commits, and its group.
+"""A session: one client of the line protocol that reads partitions: its fetches, commits and group membership.
+
+    !fetch    → `!batch …` and lines of one partition
 
 Pull        Each `!fetch` is answered by one `!batch` of one partition (kmq/gateway/groups/streaming.py).
-Order       Requests are answered in order, with two exceptions. A fetch that waits for records stops nobody: later requests
-            are answered before it, and later fetches after it. And a fetch stops no commit and no `!revoked`, because
-            who commits would wait for the batch that it has asked for ahead. A line or a batch is written whole before
-            the next one. Beats and fetches are taken as they arrive, unless another request is in front of them.
-Again       A message that comes again is a batch of its own, `!batch again`.
-Silence     A connection that breaks does not end the member: whoever comes back under its name within the session
-            timeout goes on with its partitions. `!leave` ends it at once.
-Damage      answers one fetch, and its partition rests (kmq/gateway/core/fetching.py); after `!seek` it is said again.
+Order       Requests are answered in order, with two exceptions. A fetch that waits for records delays no other request:
+            later requests are answered before it, and later fetches after it. And no fetch delays a commit or
+            `!revoked`: otherwise a commit would wait for the batch that the client has requested ahead. A line or a
+            batch is written whole before the next one. Beats and fetches are served as they arrive, unless another
+            request is before them.
+Again       A redelivered message is a batch of its own, `!batch again`.
+Silence     A connection that breaks does not end the member: a client that returns under its name within the session
+            timeout continues with its partitions. `!leave` ends it at once.
+Damage      answers one fetch, and its partition rests (kmq/gateway/core/fetching.py). After `!seek` it is reported
+            again.
 Memory      A batch is bytes of a file, or at most 64 KiB of text (connection.py).
 """
 
@@ -19,6 +23,7 @@ from math import ceil
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.partitions import END
+from kmq.gateway.core.partitions import Batch as StoredBatch
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import OffsetCommit
 from kmq.gateway.groups.protocol import Client, MemberOptions, Revoke
@@ -43,7 +48,7 @@ from kmq.wire.replies import (
 )
 from kmq.wire.requests import BadLine
 
-# Long waits without records end together, up to so much later: one wake-up of the event loop for many idle readers.
+# Long waits without records end together, up to this much later: one wake-up of the event loop for many idle readers.
 _LONG_S, _TOGETHER_S = 5.0, 0.25
 
 
@@ -66,7 +71,7 @@ class Session:
         self.turn = asyncio.Lock()
 
     async def run(self) -> None:
-        """Join, and serve requests until the client leaves, is ended or has gone, and what it asked for was answered."""
+        """Join, and serve requests until the client leaves, is ended or has gone, and its requests are answered."""
         asked = self._asked
         if isinstance(asked, requests.Assign):
             await self.reader.assign(asked.partitions)
@@ -78,6 +83,8 @@ class Session:
         client = Client(asked.member, self.connection.peer)
         try:
             await self._groups.join(asked.group, asked.member, client, options, self._rebalances.hear, is_anew=True)
+            if asked.says_hand_outs:
+                self.reader.says_hand_outs()
             await serve_until_one_ends((self.fetches.serve(), self._serve_lines()), self._pass_on())
         finally:
             self._groups.stop_listening(asked.group, asked.member, self._rebalances.hear)
@@ -127,8 +134,16 @@ class Session:
         if self._member is not None:
             self._groups.beat(self.reader.group, self._member, line.startswith(b"!fetch"))
 
+    def _given(self, request: requests.Request) -> None:
+        """Note the messages that the client gives to its program."""
+        assert isinstance(request, requests.Given)
+        self.reader.hand_out(request.offsets)
+
     def _take(self, line: bytes) -> bool:
-        """Serve a line that waits for nothing as it arrives: a beat, or a fetch. What is wrong waits for its turn."""
+        """Serve a line as it arrives if it needs no wait: a beat, a fetch, or messages given to the program.
+
+        A wrong line waits for its turn.
+        """
         try:
             if line == b"!beat":
                 self._beat(line)
@@ -137,6 +152,10 @@ class Session:
                 fetch = _pending(requests.request(line))
                 self._beat(line)
                 self.fetches.put(fetch)
+                return True
+            if line.startswith(b"!given "):
+                self._given(requests.request(line))
+                self._beat(line)
                 return True
         except (BadLine, RequestRefused):
             pass
@@ -149,7 +168,7 @@ class Session:
                 fetch = _pending(request)
                 try:
                     self.fetches.put(fetch)
-                except RequestRefused:  # its answer comes after theirs, and those that find records do not wait
+                except RequestRefused:  # its answer comes after theirs; those with records make room
                     await self.fetches.tried()
                     self.fetches.put(fetch)
             elif isinstance(request, requests.Seek):
@@ -160,11 +179,13 @@ class Session:
                 await self._commit(request)
             elif isinstance(request, requests.Nack):
                 await self._nack(request)
+            elif isinstance(request, requests.Given):
+                self._given(request)
             elif request == requests.REVOKED:
                 self._rebalances.revoked()
         except RequestRefused as err:
             if name not in requests.REQUESTS:
-                raise  # nothing answers `!revoked`, so no `!err <request>` does: it ends the connection
+                raise  # `!revoked` has no answer, so its refusal ends the connection
             await self.say(Failed(name, err.code, str(err)).encode())
         except DamageError as err:
             of = f"{request.place}: " if isinstance(request, requests.Seek) else ""
@@ -189,7 +210,7 @@ class Session:
             return found
 
         answer = OffsetsReply(tuple(await self.service.run(rows)))
-        if damage is not None:  # its partition is left out; who asks for it alone hears of it
+        if damage is not None:  # its partition is left out; a fetch of only this partition reports it
             self.service.damaged(damage)
             if len(cursors) == 1:
                 raise RequestRefused("damaged", f"{cursors[0].place}: {damage}")
@@ -233,7 +254,7 @@ class Session:
         self.service.requests.count_sent(message.size)
 
     async def give(self, fetch: PendingFetch, cursor: Cursor) -> bool:
-        """Answer a fetch with records of this partition. Refuse it, once, because of what is wrong with the partition."""
+        """Answer a fetch with records of this partition. Refuse it, once, if the partition has an error."""
         seen = cursor.partition.signature()
         if seen == cursor.seen or cursor.damage.is_resting:
             return False
@@ -242,7 +263,9 @@ class Session:
                 if cursor.start is not None:
                     await self.service.run(cursor.locate)
                 most = await self._skip(cursor) if cursor.skips else END
-                batch = await self.service.run(cursor.partition.batch, cursor.offset, fetch.limit.nbytes, most)
+                most = most if cursor.most is None else min(most, cursor.most)
+                batch = await self.service.run(_batch, cursor, fetch.limit.nbytes, most)
+                self.reader.report_overtaken([cursor])
                 if batch is None:
                     cursor.seen = seen
                     return False
@@ -251,8 +274,11 @@ class Session:
                         if not self.reader.pass_turn(cursor):
                             return False
                         cursor.offset = batch.offset + batch.lines
-                        self.reader.delivered([cursor])
+                        self.reader.delivered({cursor: batch.offset})
                         said = Batch(cursor.place, batch.offset, batch.lines, batch.span.nbytes)
+                        if self._asked.hears_overtaken:
+                            said = said._replace(overtaken=len(cursor.overtaken))
+                        cursor.overtaken = range(0)
                         await self.connection.write(said.encode() + batch.text)
                         if batch.segment is not None:
                             await self.connection.send(batch.span)
@@ -261,7 +287,7 @@ class Session:
                         self.service.release(batch.segment)
         except (DamageError, RequestRefused) as err:
             code = err.code if isinstance(err, RequestRefused) else "damaged"
-            if code not in ("damaged", "unknown_topic"):  # it was deleted, and the others are there
+            if code not in ("damaged", "unknown_topic"):  # damaged or deleted: continue with the others
                 raise
             if not self.reader.is_in_force(cursor) or not cursor.damage.is_new(err):
                 return False
@@ -270,12 +296,20 @@ class Session:
         return True
 
     async def _skip(self, cursor: Cursor) -> int:
-        """Move a cursor over offsets that are left out. Returns how many follow up to the next one: a batch ends there."""
-        offset, skips = await self.service.run(cursor.partition.nearest, cursor.offset), cursor.skips
+        """Move a cursor past skipped offsets. Returns how many follow before the next skipped one ends a batch."""
+        cursor.overtake(await self.service.run(cursor.partition.first_left, cursor.offset))
+        offset, skips = cursor.offset, cursor.skips
         while offset in skips:
             offset += 1
         cursor.offset = offset
         return min((skipped for skipped in skips if skipped > offset), default=END) - offset
+
+
+def _batch(cursor: Cursor, max_bytes: int, most: int) -> StoredBatch | None:
+    """Return the next records. Moves the cursor past records that were deleted before them, or before the end."""
+    batch = cursor.partition.batch(cursor.offset, max_bytes, most)
+    cursor.overtake(batch.offset if batch is not None else cursor.partition.first_left(cursor.offset))
+    return batch
 
 
 def _pending(request: requests.Request) -> PendingFetch:

@@ -6,7 +6,8 @@ import { h } from "./dom.js";
 import { bytes, count, duration, visible } from "./text.js";
 
 export const OPTIONS = { retentionMs: "Kept for", retentionBytes: "Kept up to", segmentMs: "New file after", segmentBytes: "New file at", cleanupPolicy: "Cleanup",
-  deleteRetentionMs: "Tombstones kept", maxDeliveries: "Deliveries at most", messageTimestampType: "Timestamp" };
+  deleteRetentionMs: "Tombstones kept", maxDeliveries: "Deliveries at most", messageTimestampType: "Timestamp",
+  kafkaSettings: "Kafka settings, of no effect" };
 const CHOICES = { cleanupPolicy: ["delete", "compact"], messageTimestampType: ["CreateTime", "LogAppendTime"] };
 const TIMES = { ms: 1, s: 1e3, min: 6e4, h: 36e5, d: 864e5 };
 const SIZES = { B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40 };
@@ -24,7 +25,7 @@ export function option(name, value) {
 function typed(name, text) {
   if (text === "default") return null;
   if (text === "no limit") return -1;
-  if (Object.hasOwn(CHOICES, name)) return text;
+  if (Object.hasOwn(CHOICES, name) || name === "kafkaSettings") return text;
   const units = name.endsWith("Ms") ? TIMES : name.endsWith("Bytes") ? SIZES : { "": 1 };
   const [, amount, unit] = /^(\d+(?:\.\d+)?) *([A-Za-z]*)$/.exec(text) ?? [];
   if (amount === undefined || !Object.hasOwn(units, unit)) {
