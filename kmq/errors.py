@@ -1,4 +1,4 @@
-"""What can go wrong, and the exit code that says whether a restart can help.
+"""The errors of KMQ, and the exit code of each, which says if a restart can help.
 
     code  name          restart helps?  meaning
     0     EXIT_OK       -               stopped as asked, drained
@@ -25,7 +25,7 @@ EXIT_RETRY = 75
 EXIT_CONFIG = 78
 EXIT_SIGINT = 130
 
-NO_RESTART = frozenset({EXIT_CORRUPT, EXIT_BUSY, EXIT_CONFIG})  # what has failed so fails again
+NO_RESTART = frozenset({EXIT_CORRUPT, EXIT_BUSY, EXIT_CONFIG})  # a restart fails again
 
 EXIT_NAMES = {
     EXIT_OK: "ok",
@@ -79,7 +79,7 @@ WRONG_KIND = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP})
 
 
 def of_os_error(err: OSError) -> KmqError:
-    """Return the error that tells whether a restart can help after a failed system call."""
+    """Return the KmqError for a failed system call; it says if a restart can help."""
     if err.errno in WRONG_KIND and err.filename is not None:
         path = err.filename if isinstance(err.filename, str) else repr(err.filename)
         return ConfigError(f"{path}: {err.strerror}, where KMQ keeps something else; move it away")
@@ -96,9 +96,9 @@ _QUOTED = 200  # characters: a token or a table of offsets is long
 
 
 def quotation(text: str, part: str | None = None, *, is_path: bool = False) -> str:
-    """Return how an error quotes the begin of a given text, and the `part` that is wrong. One with a login is not quoted.
+    """Return how an error quotes the beginning of `text`, and its wrong `part`. A text with a login is not quoted.
 
-    Any part of such a text may be of a password, also a part that looks like another address. A directory may have an
+    Any part of such a text may belong to a password, even one that looks like another address. A directory may have an
     @ in its name: a path is taken for an address with a login only if it has a colon, too.
     """
     if "@" in text and (not is_path or ":" in text):

@@ -1,4 +1,4 @@
-"""The few operations on files that KMQ needs; each happens completely or not at all. And how many may be open.
+"""The file operations that KMQ needs, each complete or without effect; watched files; and the limit of open files.
 
 Watch       A file (certificates, tokens) may change while a process runs, or its path may lead to another file.
             Kubernetes swaps a symlink and people write in place: `stat` shows both. Nothing wakes a process when a file
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from kmq.errors import ConfigError, RetryError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-QUARANTINE = "quarantine"  # directory of what a repair could not heal, or has set aside
+QUARANTINE = "quarantine"  # directory for files that a repair could not heal, or has set aside
 _IOV_MAX = 1024  # buffers one writev takes (Linux)
 _CHUNK = 1 << 18  # bytes read at once from the end of a file
 _DROP_STEP = 4 << 20  # appended bytes after which old pages are dropped from the page cache
@@ -46,7 +46,7 @@ def give_up(path: str) -> None:
 
 
 def sync_file(path: str) -> None:
-    """Make what is in `path` survive a power cut."""
+    """Make the content of `path` survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -79,7 +79,7 @@ def replace_file(path: str, *content: bytes) -> None:
 def make_directory(path: str) -> None:
     """Make a directory, and the one above it, if they are missing.
 
-    Not more of them: where a data directory was moved, or is not mounted, no empty one may appear in its place.
+    Further parents are not made: if a data directory was moved or is not mounted, no empty one may appear in its place.
     """
     for each in (os.path.dirname(path), path):
         if not os.path.isdir(each):
@@ -93,7 +93,7 @@ def keep_others_out() -> None:
 
 
 def set_aside(path: str) -> str:
-    """Move what lies at `path` into the directory quarantine beside it, and return its new path."""
+    """Move the file or directory at `path` into the directory quarantine beside it, and return its new path."""
     directory = f"{os.path.dirname(path)}/{QUARANTINE}"
     with contextlib.suppress(FileExistsError):
         os.mkdir(directory)
@@ -218,10 +218,10 @@ class Tail:
 def find_tail(fd: int, size: int, is_good: Callable[[bytes], bool], floor: int = 0) -> Tail:
     """Return the end of the last whole, good line of a file, searching back from `size` to `floor` (a line start).
 
-    A torn last line, a run of NULs, and lines that are not good are skipped; `last` is b"" when none is left.
+    A torn last line, a run of NULs, and lines that are not good are skipped; `last` is b"" if no good line is left.
     """
     data, start = b"", size
-    until = 0  # how much of `data` is still to be searched: to cut it at each bad line would copy it each time
+    until = 0  # end of the part of `data` still to be searched; cutting `data` at each bad line would copy it
     while True:
         if until and not data[until - 1]:
             until = len(data[:until].rstrip(b"\0"))
@@ -316,3 +316,20 @@ def claim(least: int = LEAST) -> int:
             f"the limit on open files is {hard}; it must be at least {least} (ulimit -n, or LimitNOFILE of the unit)"
         )
     return hard
+
+
+# --- changes of files ------------------------------------------------------------------------------------------------
+
+Signature = tuple[int, ...]
+_TICK_NS = 50_000_000  # of the clock of mtimes, at most
+
+
+def signature(path: str) -> Signature:
+    """Return a value that differs once a file or directory has changed, except within one clock tick (`is_settled`)."""
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def is_settled(directory: Signature) -> bool:
+    """Return True if the next change of a directory gives it another mtime. Call before reading its list."""
+    return time.time_ns() - directory[1] > _TICK_NS

@@ -1,15 +1,15 @@
-"""A broker for the tests of an application: real processes on ports of their own, gone after the tests.
+"""A broker for the tests of an application: real processes on ports of their own, removed after the tests.
 
     with kmq.testing.broker() as broker:                    # or in conftest.py: pytest_plugins = ["kmq.testing"]
         with broker.producer() as producer: ...             # and a test takes the fixture kmq_broker
         broker.reset()                                      # no topics, no groups
 
-Invariant   Two test runs never meet: directory, ports and shared memory belong to one broker. Nothing stays behind: where
-            the process that began a broker ends by kill -9, the kernel tells the supervisor to stop it, and the next
-            broker removes its stats page.
-Not covered The disk: without KMQ_FSYNC=always among the settings nothing is fsynced, which no test notices.
-            A thread that begins a broker and ends: the kernel takes that for the end of the process.
-            Ids: what a named producer has sent is known after a reset, so its next id must be higher.
+Invariant   Two test runs never meet: directory, ports and shared memory belong to one broker. Nothing stays behind: if
+            the process that started a broker is killed (kill -9), the kernel tells the supervisor to stop it, and the
+            next broker removes its stats page.
+Not covered The disk: unless KMQ_FSYNC=always is set nothing is fsynced, which no test notices.
+            A thread that starts a broker and ends: the kernel treats that like the end of the process.
+            Ids: after a reset the broker still knows a named producer's last id, so the next id must be higher.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kmq.client.consumer_options import ConsumerChoices
     from kmq.client.delivery import Choices
 
-_START_S = 30.0  # a broker is up in about a second; this is for a machine that does much else
+_START_S = 30.0  # a broker is up in about a second; this is for a busy machine
 _POLL_S = 0.01
 _PORTS = (
     "KMQ_PORT",
@@ -58,12 +58,12 @@ _numbers = itertools.count()
 class TestBroker:
     """A broker that runs while the block runs. `env`: its settings, for programs that a test starts."""
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # pytest must not collect it
 
     def __init__(self, *, gateway: bool = True, **settings: object) -> None:
         """`settings`: such as KMQ_MAX_LINE="2 MiB"; ports are free ones.
 
-        `gateway`: with consumers, HTTP and gRPC; needs `kmq[gateway]`. Without it a broker is up sooner.
+        `gateway`: with consumers, HTTP and gRPC; needs `kmq[gateway]`. Without it a broker starts faster.
         """
         if unknown := [name for name in settings if not name.startswith(("KMQ_", "RB_"))]:
             raise TypeError(f"broker() got an unexpected argument {unknown[0]!r}; settings are named as KMQ_MAX_LINE")
@@ -88,11 +88,11 @@ class TestBroker:
             self._process = subprocess.Popen(
                 [*command, *([] if self.has_gateway else ["--no-gateway"])],
                 env=self.env,
-                cwd=self.root,  # without a kmq.toml
+                cwd=self.root,  # there is no kmq.toml
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the tests
+                start_new_session=True,  # Ctrl-C is for the tests only
             )
         try:
             self._wait()
@@ -116,16 +116,19 @@ class TestBroker:
     def _port(self, name: str) -> int:
         if name != "ingress" and not self.has_gateway:
             raise ConfigError(f"this broker has no port {name}: it was made with gateway=False")
-        return int(Path(self.settings.pipes, f"{name}.port").read_text())
+        try:
+            return int(Path(self.settings.pipes, f"{name}.port").read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"this broker has no port {name}: see {self.log}") from None
 
     @property
     def port(self) -> int:
-        """Of lines in, for producers (KMQ_PORT)."""
+        """The port for producers of lines (KMQ_PORT)."""
         return self._port("ingress")
 
     @property
     def egress_port(self) -> int:
-        """Of lines out, for consumers (KMQ_EGRESS_PORT)."""
+        """The port for consumers of lines (KMQ_EGRESS_PORT)."""
         return self._port("egress")
 
     @property
@@ -138,22 +141,31 @@ class TestBroker:
         """The address of the gRPC API."""
         return f"127.0.0.1:{self._port('grpc')}"
 
+    @property
+    def kafka_port(self) -> int:
+        """The port of the Kafka protocol; needs `kmq[kafka]`."""
+        return self._port("kafka")
+
     def producer(self, **options: "Unpack[Choices]") -> Producer:
         """Return a kmq.Producer for this broker; a test closes it."""
         return Producer(port=self.port, **options)
 
     def consumer(self, *topics: str, **options: "Unpack[ConsumerChoices]") -> Consumer:
-        """Return a kmq.Consumer for this broker; a test closes it."""
-        return Consumer(*topics, port=self.egress_port, **options)
+        """Return a kmq.Consumer for this broker; a test closes it. Its `run` sends dead letters to this broker, too."""
+        consumer = Consumer(*topics, port=self.egress_port, **options)
+        consumer._make_producer = lambda window: self.producer(window=window)
+        return consumer
 
     def lines(self, topic: str) -> list[bytes]:
-        """Return the stored lines of a topic, partition by partition, as `cat` shows them; all that were acknowledged."""
+        """Return the stored lines of a topic, partition by partition, as `cat` shows them; all acknowledged ones are
+        there.
+        """
         self._wait_for_queues()
         paths = sorted(self.data.glob(f"topics/{topic}/*/*.log"))
-        return b"".join(path.read_bytes() for path in paths).splitlines()
+        return [line for path in paths for line in path.read_bytes().split(b"\n") if line]
 
     def _wait_for_queues(self) -> None:
-        """Wait until all that is in the WAL, as what is acknowledged is, has been routed to its topic."""
+        """Wait until all records of the WAL were routed to their topics. The WAL has every acknowledged message."""
         wanted, deadline = wal(self.settings.data).end_offset() - 1, time.monotonic() + _START_S
         while (page := peek(self.settings.instance)) is not None and page.rows["router"].seq < wanted:
             if time.monotonic() > deadline:
@@ -162,7 +174,7 @@ class TestBroker:
 
     def reset(self) -> None:
         """Delete all topics and groups. Raises KmqError if a consumer of a group is still open."""
-        self._wait_for_queues()  # else a topic would come back
+        self._wait_for_queues()  # else a record on its way would create its topic again
         connection = http.client.HTTPConnection("127.0.0.1", self._port("http"), timeout=_START_S)
         with contextlib.closing(connection):
             for kind, key in (("groups", "group"), ("admin/topics", "name")):
@@ -202,10 +214,10 @@ def _remove_shm(instance: str) -> None:
 
 
 def _remove_left() -> None:
-    """Remove the stats pages of brokers whose test run was killed, and which have ended since."""
+    """Remove the stats pages of ended brokers whose test run was killed."""
     for path in Path(SHM).glob("kmqtest-*.stats"):
         instance, run = path.stem, path.stem.split("-")[1]
-        with contextlib.suppress(OSError):  # another user's
+        with contextlib.suppress(OSError):  # it belongs to another user
             page = peek(instance) if not os.path.exists(f"/proc/{run}") else None
             if page is not None and not any(is_process(row.pid, name) for name, row in page.rows.items()):
                 _remove_shm(instance)

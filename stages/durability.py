@@ -1,23 +1,27 @@
 """Durability stage: turns framed blocks into durable lines, then shows them to the router.
 
+Example: a block with seqs 17…19 from `framed` is appended to append.log and synced. Then its replies go to `acks`, and
+the block to `durable`.
+
 Links       in: ring `framed` (sole reader)   out: ring `durable` (sole writer), FIFO `acks`
 Owns        the WAL (lock append/.owner), the durable cursor, the `framed` lines of dropped.log.
 
-Invariant   Nothing of the WAL is shown before it is on disk. Records that were shown, or acknowledged, are never cut.
+Invariant   No record of the WAL is shown before it is on disk. Records that were shown or acknowledged are never cut.
             A block enters `durable`, and its replies the FIFO `acks`, only after the fdatasync that covers its lines
             has returned (except under a KMQ_FSYNC other than `always`, see wal.py). The cursor of `framed` moves last.
-            Waiting blocks are stored only after the records that the WAL has under their seqs; these must be the same.
-            In a shard a block that is on disk waits for hw (kmq/links/role.py) before its replies, `durable` and its
-            release. So at most one ring of records is ever uncommitted, and nobody hears of them.
-Crash       before the fsync      the blocks are still in the ring: what the WAL has of them unsynced is cut at the
-                                  start and appended again;
-            after the fsync       they are read again and compared with what the WAL has under their seqs. They are not
-                                  written again, but replied to again, and pushed if `durable` lacks them. Other
-                                  records end the process: the block is of a ring that gave these seqs to other
-                                  messages, and nothing of it has been stored;
-            inside a line         Wal cuts the torn end: nothing that is cut had been shown to anybody;
+            If the WAL has records with the seqs of a waiting block already, they must be the same; only the rest of the
+            block is stored.
+            In a shard a block that is on disk waits for the high watermark hw (kmq/links/role.py). Then it is replied
+            to, shown and released. So at most one ring of records is ever uncommitted, and no client hears of them.
+Crash       before the fsync      the blocks are still in the ring. The next start cuts their unsynced lines from the
+                                  WAL and appends them again;
+            after the fsync       the blocks are read again and compared with the WAL's records of the same seqs. They
+                                  are not written again. Their replies are sent again, and they are pushed if `durable`
+                                  lacks them. If the records differ the process ends: the ring gave these seqs to other
+                                  messages, and nothing of the block has been stored;
+            inside a line         Wal cuts the torn end, which had not been shown;
             fsync failed          the ring remembers it, the process ends, the next start uses a new segment (wal.py);
-            inside the start      it may be cut off anywhere and starts again.
+            during the start      a start may be killed at any point; the next one begins again.
 Not covered A disk that lies about fdatasync.
 """
 
@@ -47,7 +51,7 @@ _NOTE_NS = 1_000_000_000  # the open index block gets a provisional line this of
 
 
 class Durability:
-    """The job: from `framed` through the WAL to `durable`. It is made once all of the WAL is on disk."""
+    """Moves blocks from `framed` through the WAL to `durable`. The constructor makes all of the WAL durable first."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self._is_started = stage, False
@@ -73,7 +77,7 @@ class Durability:
         remnant.claim_spare(stage.settings.data)
 
     def _wait_for_room(self, path: str) -> None:
-        """Make room while the disk is full, then wait; perhaps in the middle of an append."""
+        """Make room while the disk is full, then wait. May be called in the middle of an append."""
         if self._is_started:
             self._retain()
         else:
@@ -95,7 +99,7 @@ class Durability:
                 self.stage.note_sync()
                 self.uncommitted += blocks
                 committed = self._committed()
-            self._reply(committed)  # as soon as the lines are on disk: what follows is not what producers wait for
+            self._reply(committed)  # first, because producers wait for the replies and not for the rest
             if new:
                 self._note(new, position)
             self._finish(committed)
@@ -121,23 +125,23 @@ class Durability:
         return bool(blocks)
 
     def _committed(self) -> list[Block]:
-        """Take the blocks up to hw from those that wait for it."""
+        """Take the blocks up to hw from the uncommitted blocks."""
         hw, found = self.stage.hw or 0, []
-        while self.uncommitted and self.uncommitted[0].last_seq <= hw:  # of a block of replies: the seq before it
+        while self.uncommitted and self.uncommitted[0].last_seq <= hw:  # a block of replies only has the seq before it
             found.append(self.uncommitted.popleft())
         return found
 
     def is_news(self) -> bool:
-        """Return True if a block that waits for hw is committed by now."""
+        """Return True if a block that waited for hw is committed now."""
         return bool(self.uncommitted) and self.uncommitted[0].last_seq <= (self.stage.hw or 0)
 
     def awaits_hw(self) -> bool:
-        """Return True if producers may still get replies: there are some once the doors of a leader were open."""
+        """Return True if blocks wait for hw while this broker leads: their producers may still get replies."""
         role = self.stage.role
         return bool(self.uncommitted) and role is not None and role.read().role == LEADING
 
     def _finish(self, blocks: list[Block]) -> None:
-        """Show the blocks to the router, and give back their room."""
+        """Show the blocks to the router, and release their room in the ring."""
         if blocks:
             self._show(blocks)
             self.framed.release(blocks[-1])
@@ -145,7 +149,7 @@ class Durability:
                 self.stage.row.seq = blocks[-1].last_seq
 
     def _name_gap(self, block: Block) -> None:
-        """Name the seqs that drop_oldest has dropped before this block, before anything of it is stored."""
+        """Name in dropped.log the seqs that drop_oldest dropped before this block, before the block is stored."""
         expected = max(self.wal.last_seq, self.named) + 1
         if block.first_seq <= expected:
             return
@@ -158,7 +162,7 @@ class Durability:
         self.stage.log.warn("dropped", ring="framed", first_seq=expected, last_seq=self.named)
 
     def _store(self, blocks: list[Block]) -> tuple[list[Stored], int]:
-        """Append what the WAL does not have yet, and sync it: the commit point. Return it, and where it lies."""
+        """Append the lines that the WAL lacks, and sync: the commit point. Return the lines and their byte position."""
         new = without_stored(self.wal, self.framed, [block for block in blocks if block.count])
         if not new:
             return new, 0
@@ -175,7 +179,7 @@ class Durability:
         return new, position
 
     def _note(self, new: list[Stored], position: int) -> None:
-        """Bring the index and the stats page up to what was stored."""
+        """Add the stored lines to the index and to the stats page."""
         row = self.stage.row
         self.wal.index(new, position)
         self.stage.end_disk_full()
@@ -183,14 +187,14 @@ class Durability:
         row.bytes += sum(len(data) for data, *_ in new)
 
     def _commit(self) -> None:
-        """Sync what is due under KMQ_FSYNC although nothing new came."""
+        """Sync the lines that are due under KMQ_FSYNC, when no new block has come."""
         if self.wal.synced_seq < self.wal.last_seq:
             with self._syncing():
                 self.wal.commit()
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
-        """Wrap what may sync: the ring remembers how far everything is synced, and whether a sync has failed."""
+        """Wrap calls that may sync: the ring remembers up to which seq all is synced, and whether a sync has failed."""
         before, began = self.wal.synced_seq, time.monotonic()
         try:
             yield
@@ -203,7 +207,7 @@ class Durability:
             self.syncs.observe(time.monotonic() - began)
 
     def roll_if_over(self) -> None:
-        """Seal the active segment if it is over its limits, also if nothing comes: only a sealed one can be deleted."""
+        """Seal the active segment if it is over its limits, also an idle one: only sealed segments can be deleted."""
         with self._syncing():
             postponed = self.wal.roll_if_over(self.clock.now_s(), bool(self.admission.refusal()))
         if postponed and not self._postponed:
@@ -213,7 +217,7 @@ class Durability:
         self._postponed = postponed
 
     def _retain(self) -> None:
-        """Delete old segments, unless the router may be about to read them to repair a queue. Some at a time."""
+        """Delete some old segments, unless the router may be about to read them to repair a queue."""
         stage, self._has_more_due = self.stage, False
         if stage.page.rows["router"].state_name in ("starting", "waiting", "recovering"):
             return
@@ -223,7 +227,7 @@ class Durability:
             stage.log.info("segment_deleted", file=gone.path, first_seq=gone.first, bytes=gone.size)
 
     def _reply(self, blocks: list[Block]) -> None:
-        """Send the replies, also those of blocks that were stored before a kill: they may not have been sent."""
+        """Send the replies, also of blocks that were stored before a kill: those may not have been sent."""
         replies = b"".join([block.replies for block in blocks if block.replies])
         if replies:
             lost = self.acks.lost
@@ -276,7 +280,7 @@ def attach_framed(stage: Stage) -> RingReader:
 
 
 def recover_wal(stage: Stage, log: Wal, framed: RingReader) -> None:
-    """Make everything in the WAL durable, so that the router and the producers may learn of it from here on."""
+    """Make everything in the WAL durable, so that it may then be shown to the router and acknowledged."""
     synced = framed.synced_seq
     last_framed = framed.committed().next_seq - 1
     if log.last_seq > last_framed:  # another instance has written here meanwhile: cut nothing
@@ -293,15 +297,15 @@ def recover_wal(stage: Stage, log: Wal, framed: RingReader) -> None:
     if synced is None:
         log.rewrite_tail(wal.torn_bytes(framed.size))
     elif log.last_seq > synced or framed.sync_failed:
-        # Records were appended that are not known to be on disk. Trust the ring rather than the page cache as long as
-        # the ring still has them. Keep what `durable` has been shown: under a lax KMQ_FSYNC that is more than is
-        # synced, and the router has it. Under drop_oldest `framed` may have only the end of these records, and the WAL
-        # only the first lines of a block that the ring has whole.
+        # Some appended records may not be on disk. While the ring still has them, trust the ring rather than the page
+        # cache. Keep the records that `durable` has shown: under a lax KMQ_FSYNC these are more than the synced ones,
+        # and the router has them. Under drop_oldest `framed` may have only the last of these records, and the WAL only
+        # the first lines of a block that the ring has whole.
         shown = layout.last_seq(stage.settings.instance, "durable", stage.ring_identity("durable"))
         keep = max(synced, waiting - 1, shown)
         if keep < log.last_seq or framed.sync_failed:
             if framed.sync_failed and not stage.settings.fsync:
-                keep = synced  # else what the ring has released counts as acknowledged
+                keep = synced  # else all records that the ring has released count as acknowledged
             stage.log.info("unsynced_cut", from_seq=keep + 1, to_seq=log.last_seq, new_segment=framed.sync_failed)
             log.cut_after(keep)
             if framed.sync_failed:
@@ -315,11 +319,11 @@ def recover_wal(stage: Stage, log: Wal, framed: RingReader) -> None:
 
 
 def open_durable(stage: Stage, log: Wal, framed: RingReader) -> RingWriter:
-    """Return the ring `durable`. Raises CorruptError if it has shown what the WAL does not have.
+    """Return the ring `durable`. Raises CorruptError if it has shown records that the WAL does not have.
 
-    In a shard the end of the WAL may not be committed. A new ring begins behind what has been shown on this disk before.
-    What lies between that and the first block of the new role is committed with this block, and the router reads it from
-    the WAL.
+    In a shard the end of the WAL may not be committed. So a new ring begins after the last seq shown on this disk.
+    The records between that seq and the first block of the new role are committed with this block. The router reads
+    them from the WAL.
     """
 
     def begin() -> tuple[int, int]:
@@ -335,12 +339,12 @@ def open_durable(stage: Stage, log: Wal, framed: RingReader) -> RingWriter:
 
 
 def without_stored(log: Wal, framed: RingReader, blocks: list[Block]) -> list[Stored]:
-    """Return (lines, first seq, count, recv_ts) of what the WAL lacks; CorruptError if it has other records."""
+    """Return (lines, first seq, count, recv_ts) of records that the WAL lacks; CorruptError if it has other records."""
     last = log.last_seq
     new: list[Stored] = []
     for block in blocks:
         data, first_seq = block.data, block.first_seq
-        if first_seq <= last:  # after a restart: stored before the ring was told so
+        if first_seq <= last:  # a kill came after the block was stored and before the ring released it
             until = min(block.last_seq, last)
             stored = b"".join(wal.read(log.data, first_seq, until))
             if stored.count(b"\n") != until - first_seq + 1 or data[: len(stored)] != stored:
@@ -373,7 +377,7 @@ def run(stage: Stage) -> None:
                 break
             stage.check()
         job.framed.wait(job.is_news)  # returns at once if there is more
-    job.uncommitted.clear()  # they look into the ring
+    job.uncommitted.clear()  # the blocks are views of the ring
     job.wal.close()
     job.durable.close()
     job.framed.close()

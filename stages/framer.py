@@ -1,22 +1,24 @@
 """Framer stage: numbers the lines that reach it and puts them, as blocks, into the ring `framed`.
 
+Example: the line `orders.eu|<sent>|7|hello` becomes the line `17|<received>|orders.eu|<sent>|7|hello` of a block.
+
 Links       in: FIFO `raw`, ring `received` (sole reader)   out: ring `framed` (sole writer)
 Owns        the reading ends of both, the sequence, the dedupe table.
 
-Invariant   Every line that reached the FIFO, or of which the FIFO says that it lies in `received`, gets exactly one
-            seq; seqs are dense. The messages of one control line have consecutive seqs, also over turns and restarts. A
+Invariant   Every line in the FIFO, and every line in `received` that the FIFO announces, gets exactly one seq. Seqs are
+            dense. The messages of one control line have consecutive seqs, also over turns and restarts. A
             line that is not a message gets a seq too, as dead.malformed. However much is staged, a turn looks at no
             more than about parser.TURN lines one by one before the next sign of life. A change of a topic is a record,
-            too (kmq/framing/topics.py), and so is the beginning of an epoch in a shard: the first record that its
+            too (kmq/framing/topics.py). So is the beginning of an epoch in a shard: it is the first record that its
             leader numbers.
-Crash       All state is in the ring's shared memory. One store commits a block, the next seq, and what the block came
-            from: bytes of the FIFO, and a position in `received` (ring.py, staging.py, received.py). Killed before that
-            store: the same lines are framed again, in the same place with the same seqs. Killed after it: they are
-            never framed again.
+Crash       All state is in the ring's shared memory. One store commits a block, the next seq, and the source of the
+            block: bytes of the FIFO, and a position in `received` (ring.py, staging.py, received.py). After a kill
+            before that store, the same lines are framed again, in the same place with the same seqs. After a kill
+            following it they are never framed again.
             The same lines get the same replies, because the dedupe table is rebuilt from the records that were
             committed. If the ring is gone too (the pod restarted), the sequence continues after the last record of the
-            WAL. While another pod still writes there (a replacement came early) we wait: a ring made now would be older
-            than the WAL later.
+            WAL. While another pod still writes to the WAL (a replacement came early) the framer waits: a ring made now
+            would soon be older than the WAL.
 Not covered A WAL that was changed while the ring lived: the two disagree, which stops the framer.
 """
 
@@ -53,9 +55,9 @@ _LAST_CHECKPOINT_S = 1.0  # how long a stop may wait for durability, so that the
 
 
 def other_pod(stage: Stage) -> str:
-    """Return who holds the WAL, if that is the durability of another pod; "" if it is not.
+    """Return the holder of the WAL if it is the durability stage of another pod; "" if not.
 
-    Until it is gone nobody knows which seq comes next.
+    While that stage runs, the next seq is not known.
     """
     lock = FileLock(f"{stage.settings.data}/append/.owner")
     holder = lock.holder() if lock.is_held() else ""
@@ -63,9 +65,10 @@ def other_pod(stage: Stage) -> str:
 
 
 def check_pipe(stage: Stage, ring: RingWriter, staging: StagingAreas) -> None:
-    """Forget a line that was half read if its rest died with the FIFO.
+    """Forget a line that was read in part if the FIFO that held its rest is gone.
 
-    If the mark could not be set we cannot tell, and assume the same FIFO: it lives while any stage lives.
+    A mark on the FIFO shows that it is still the same. If no mark could be set, assume the same FIFO, because a FIFO
+    lives as long as any stage.
     """
     if ring.pipe_marked and not fifo.is_marked(stage.raw):
         forgotten = staging.forget_unfinished()
@@ -75,7 +78,7 @@ def check_pipe(stage: Stage, ring: RingWriter, staging: StagingAreas) -> None:
 
 
 def await_received(stage: Stage) -> None:
-    """Wait for the ring `received`, unless there is no ingress that could make it, or write it again."""
+    """Wait for the ring `received`, unless no ingress runs that could make it, or make it again."""
     path, ingress = shm_path(stage.settings.instance, received.NAME), FileLock(f"{stage.settings.pipes}/ingress.owner")
     before = stage.row.state_name
     stage.wait_for("ring received, from ingress", lambda: os.path.exists(path) or not ingress.is_held() or None)
@@ -83,7 +86,7 @@ def await_received(stage: Stage) -> None:
 
 
 class Framer:
-    """The job: from the staging area to the ring."""
+    """Turns staged lines into blocks of the ring."""
 
     def __init__(self, stage: Stage, ring: RingWriter, staging: StagingAreas, clock: AgeClock) -> None:
         self.stage, self.ring, self.staging, self.clock = stage, ring, staging, clock
@@ -96,7 +99,7 @@ class Framer:
         topics, self.requests = known_topics(stage, ring)
         self.parser = Parser(stage.settings.max_line, self.table, self.source, ring.limits, topics)
         self.saver = DedupeSaver(stage.settings.data, self.table, stage.beat, is_behind)
-        if ring.last.next_seq == ring.base_seq and stage.role is not None:  # the one who made it may have been killed
+        if ring.last.next_seq == ring.base_seq and stage.role is not None:  # its maker may have been killed before this
             self._begin_epoch(stage.role.read())
 
     def turn(self) -> bool:
@@ -108,7 +111,7 @@ class Framer:
             self._count()
         text = staging.lines()
         begun = self.parser.begun(text)  # before anything else gets a seq
-        # After the read: what was declared before a line was sent comes before it.
+        # After the read, so that a topic declared before a line was sent is numbered before that line.
         numbered = not begun and self._number_changes()
         if text:
             batch = self.parser.batch(begun or text, ring.last.next_seq, self.now)
@@ -121,7 +124,7 @@ class Framer:
         return True
 
     def _begin_epoch(self, role: RoleReading) -> None:
-        """As the new leader of a shard, put the record of the epoch before everything else that is numbered in it."""
+        """As the new leader of a shard, number the record of the epoch before all other records of this epoch."""
         if role.role == STARTING:
             now, broker = record.format_ts(time.time_ns() // 1000), self.stage.settings.broker or os.uname().nodename
             line = encode_epoch(role.epoch, role.mark, broker, LEVEL, now)
@@ -129,12 +132,12 @@ class Framer:
 
     @property
     def _lasting_seq(self) -> int | None:
-        """The seq up to which every record stays: on disk, in a shard also committed."""
+        """The seq up to which no record can be lost: on disk, in a shard also committed."""
         synced, hw = self.ring.synced_seq, self.stage.hw
         return synced if synced is None or hw is None else min(synced, hw)
 
     def _number_changes(self) -> bool:
-        """Put a record for each change of a topic that is due into a block of its own; return False if there were none."""
+        """Number each due change of a topic as a record in a block of its own; return False if no change was due."""
         changes = self.requests.due()
         for change in changes:
             seq, position = self.ring.last.next_seq, self.source.done.position
@@ -144,7 +147,7 @@ class Framer:
         return bool(changes)
 
     def _append(self, batch: LineBatch) -> None:
-        """Append `batch` block by block; the last commit swaps the staging areas, unless more can be framed at once."""
+        """Append `batch` block by block. The last commit swaps the staging areas, unless `batch.more` lines follow."""
         ring, staging, stage, source, row = self.ring, self.staging, self.stage, self.source, self.stage.row
         before = self._bytes
         for framed, is_last in frame(batch, ring.limits, ring.last.last_ts, source.done.birth):
@@ -174,11 +177,11 @@ class Framer:
         row.kafka_producers = table.kafka.count
 
     def rest(self) -> None:
-        """Nothing to frame: a checkpoint may be due, or may have become possible."""
+        """Write a checkpoint of the dedupe table if one is due and possible. Call it when there is nothing to frame."""
         self.saver.framed(0, self.ring.last.next_seq, self._lasting_seq, self.now)
 
     def close(self) -> None:
-        """Leave a checkpoint of the table, unless durability is gone or takes too long to store what it covers."""
+        """Write a last checkpoint of the table, unless durability is gone or takes too long to store its records."""
         self.saver.take(self.ring.last.next_seq - 1, self.now)
         until = time.monotonic() + _LAST_CHECKPOINT_S
         while not self.saver.finish(self._lasting_seq) and time.monotonic() < until:
@@ -190,9 +193,9 @@ class Framer:
 def run(stage: Stage) -> None:
     """Promise: see the module. Settings → links → recover → loop → drain."""
     settings = stage.settings
-    # A turn frees some hundred kilobytes. Whether the C library gives them back to the kernel, to fault them in again in
-    # the next turn, depends on how the heap happens to lie. To free one large block, which nothing has touched, raises
-    # its limit for that to twice the size of the block (mallopt(3), M_MMAP_THRESHOLD).
+    # A turn frees some hundred kilobytes. The C library may give them back to the kernel, and then the next turn faults
+    # them in again; that depends on the layout of the heap. Freeing one large, untouched block raises the library's
+    # limit for giving memory back to twice the size of the block (mallopt(3), M_MMAP_THRESHOLD).
     bytes(_HEAP_BYTES)
     owner = stage.own(f"{settings.pipes}/raw.owner", f"FIFO {settings.pipes}/raw (reader)")
     if holder := other_pod(stage):
@@ -223,7 +226,7 @@ def run(stage: Stage) -> None:
             stage.check()
             if not framed and not read:
                 stage.pause(_DRAIN_POLL_S)
-        elif read < READ_BYTES and not (framed and staging.has_lines):  # the FIFO was empty: ask by waiting for it
+        elif read < READ_BYTES and not (framed and staging.has_lines):  # the FIFO was empty: wait for more
             poll.poll(_IDLE_MS)
     framer.close()
     ring.close()

@@ -1,15 +1,17 @@
 """Router stage: sorts durable lines into the partition logs of their topics.
 
+Example: the durable line `17|<ts>|orders.eu|…` is appended to topics/orders/<partition of key eu>.
+
 Links       in: ring `durable` (sole reader)   out: topics/<topic>/<partition>/…
 Owns        topics/ (lock topics/.owner), router.ckpt, the symlinks <topic>.log, the `durable` lines of dropped.log.
 
 Invariant   Each WAL record is in exactly one partition log, once, in order, except what dropped.log names and
             the records of topics that were deleted (kmq/log/deletions.py).
 Crash       The logs are copies and the WAL is the truth. A start looks at every log (recover), then replays the WAL
-            from the checkpoint, or from further back for a log that is short of what the checkpoint saw; each log
-            skips what it has already. So it does not matter where the router was killed.
-            A gap between what was routed and the next block is read from the WAL, or, where drop_oldest made it, named
-            in dropped.log before anything after it is routed.
+            from the checkpoint, or from an earlier seq if a log is shorter than the checkpoint says. Each log skips
+            the records that it has. So it does not matter where the router was killed.
+            A gap between the last routed record and the next block is read from the WAL. If drop_oldest made the gap,
+            it is named in dropped.log before any later record is routed.
 """
 
 import sys
@@ -32,12 +34,12 @@ from kmq.log.segment import Limits
 from kmq.router.declarations import MADE_AT_ONCE
 from kmq.router.queues import Queues
 
-_TURN_BYTES = 256 * KIB  # taken in a turn: what routing it needs fits the cache, and a stall leaves no larger heap
+_TURN_BYTES = 256 * KIB  # per turn: routing so much fits the CPU cache, and a stall does not enlarge the heap
 _TICK_NS = 1_000_000_000  # provisional index lines, new declarations, the checkpoint's clock
 
 
 def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: bool) -> None:
-    """Account for the seqs between what is routed and `block`."""
+    """Account for the seqs between the last sorted record and `block`: replay them, or name them in dropped.log."""
     first, last = queues.sorter.sorted_seq + 1, block.first_seq - 1
     if last < first:
         return
@@ -54,8 +56,8 @@ def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: boo
 def in_runs(blocks: list[Block]) -> Iterator[list[Block]]:
     """Yield the blocks in runs without a gap.
 
-    A gap may follow any block: drop_oldest took it from `framed`, or durability was killed before it showed what it
-    had stored, and `framed` had dropped that meanwhile.
+    A gap may follow any block. Either drop_oldest dropped blocks from `framed`; or durability was killed before it
+    showed blocks that it had stored, and `framed` dropped them meanwhile.
     """
     run: list[Block] = []
     for block in blocks:
@@ -70,13 +72,13 @@ def in_runs(blocks: list[Block]) -> Iterator[list[Block]]:
 def wait_for_quota(stage: Stage, admission: Admission, queues: Queues) -> None:
     """Wait until the quota has room for a new topic, which takes far more disk than its first message."""
     while admission.must_wait(NEW_TOPIC):
-        queues.changes.set_early()  # a lower limit may make the room
+        queues.changes.set_early()  # a lower limit may make room
         queues.make_room()
         stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
 
 
 def note_times(stage: Stage, blocks: list[Block]) -> None:
-    """Count how long ago each block was received, now that it is in its queues, or waits for its topic to be made."""
+    """Note the time since each block was received. It is in its queues now, or waits for its topic to be made."""
     times, now = stage.row.times, time.time()
     if times is not None:
         for block in blocks:
@@ -84,7 +86,7 @@ def note_times(stage: Stage, blocks: list[Block]) -> None:
 
 
 def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
-    """Route blocks that wait, and make some of the topics they name; returns True if there was anything to do."""
+    """Route the waiting blocks; if there are none, make some new topics. Return True if there was anything to do."""
     row = stage.row
     blocks = ring.take(_TURN_BYTES)
     if blocks:

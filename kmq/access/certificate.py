@@ -1,5 +1,7 @@
 """When the certificates in a PEM file are valid. OpenSSL reports that only for certificates that it trusts.
 
+    read("server.pem") → the first and last moment of validity of each certificate in the file
+
 Source      The Validity field of each certificate. Its place is fixed by X.509 (RFC 5280, 4.1), so a walk over the
             first elements of the DER finds it, whatever key, signature or extensions the certificate has.
 Not covered Missing certificates of a chain, their order, and revocation: clients check these.
@@ -41,7 +43,7 @@ def read(path: str) -> list[Validity]:
 
 
 def of_chain(certificates: list[Validity]) -> Validity:
-    """Return the validity of a chain: the time in which all of its certificates are valid."""
+    """Return the validity of a chain: the period in which all its certificates are valid."""
     return Validity(max(one.not_before for one in certificates), min(one.not_after for one in certificates))
 
 

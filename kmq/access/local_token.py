@@ -3,13 +3,13 @@
 With it a hello may say `reserved=1` and write to the topics of KMQ itself (`__…`); with KMQ_TOKENS it is also the token
 of the pod's own programs.
 
-Owner       ingress or the gateway makes the file, whichever is first: whole, with mode 0640, or not at all. Nobody
-            changes it; a removed file is made again at the next start.
-Protects    from everybody who reaches a port and not the directory: producers over TCP and TLS, clients of HTTP and
-            gRPC. It does not protect from programs of the pod. Whoever may read it may also write to the FIFO `raw`
-            beside it, and could forge there what ingress says of a connection.
-Light       Ingress and framer must stay small, so this module loads neither hashlib nor hmac, as kmq/access/tokens.py
-            does.
+Owner       ingress or the gateway makes the file, whichever is first: whole, with mode 0640, or not at all. It never
+            changes; a removed file is made again at the next start.
+Protects    from clients that reach a port but not the directory: producers over TCP and TLS, clients of HTTP and gRPC.
+            It does not protect from programs of the pod. A program that may read it may also write to the FIFO `raw`
+            beside it, and could forge control lines of ingress there.
+Light       Ingress and framer must stay small, so unlike kmq/access/tokens.py this module loads neither hashlib nor
+            hmac.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class LocalToken:
         self._token = read(settings).encode()
 
     def matches(self, token: bytes) -> bool:
-        """Return True if this is the token. A wrong one costs one read of the file."""
+        """Return True if this is the token. A wrong token costs one read of the file."""
         if is_equal(token, self._token):
             return True
         with contextlib.suppress(ConfigError):

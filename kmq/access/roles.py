@@ -5,8 +5,8 @@
     admin      everything, also topics, other people's groups, dead letters
 
 Invariant   A door serves an act only if the token's roles allow it by `may`. An act without a row here is for admins
-            alone, so that an act that somebody forgets is shut, not open (tests/unit/test_roles.py knows all acts).
-Not covered Which topics: a role is for all of them. Without KMQ_TOKENS nobody has roles, and nothing here is asked.
+            alone, so that a forgotten act is refused, not open (tests/unit/test_roles.py knows all acts).
+Not covered Which topics: a role is for all of them. Without KMQ_TOKENS there are no roles, and this table is not used.
 """
 
 from collections import namedtuple
@@ -55,7 +55,7 @@ NEEDED = {act: role for role, acts in _ACTS.items() for act in acts}
 
 
 class Holder(namedtuple("Holder", ("name", "roles"))):
-    """Whose token was shown, and its roles."""
+    """The name and the roles of a token that was shown."""
 
     __slots__ = ()
     name: str
@@ -67,7 +67,7 @@ class Holder(namedtuple("Holder", ("name", "roles"))):
         return needed == ANY or needed in self.roles or ADMIN in self.roles
 
     def refusal(self, act: str) -> str:
-        """Return the text that refuses it."""
+        """Return the text of the refusal."""
         needed = NEEDED.get(act, ADMIN)
         has = f"the token of {self.name} has {text(self.roles)} and may not do {act}"
         return f"{has}; this needs {needed}: kmq token new <name> --role {needed}"

@@ -5,11 +5,11 @@
     ← c=<base64 of `n,,`>,r=…,p=<proof>     last message of the client
     → v=<signature>                         by which the client knows that the broker has the keys
 
-Keys        What the broker keeps of a token (`ScramKeys`) is no proof. Whoever has read it can pose as a broker; who has
-            also seen an exchange, as the client. TLS and the mode of the file prevent that.
-Users       A name may have several tokens. They have one salt, so the client need not say which it means; the one whose
-            keys fit is found. An unknown name gets a salt too, always the same, and fails at the end.
-Not covered Binding to the TLS channel (`p=…`), extensions that a client says are mandatory, another identity to act as.
+Keys        The keys that the broker stores (`ScramKeys`) are no proof of a token. Somebody who has read them can pose
+            as a broker, and after seeing an exchange also as the client. TLS and the mode of the file prevent that.
+Users       A name may have several tokens. They share one salt, so the client need not say which token it has: the
+            broker finds the one whose keys fit. An unknown name gets a salt too, always the same, and fails at the end.
+Not covered Binding to the TLS channel (`p=…`), extensions that a client calls mandatory, acting as another identity.
 """
 
 import base64
@@ -29,11 +29,11 @@ _ESCAPED = {"=2C": ",", "=3D": "="}
 
 
 class ScramError(Exception):
-    """The client has failed. The text may be told to it."""
+    """The client has failed. Its text may be sent to the client."""
 
 
 class ScramKeys(NamedTuple):
-    """What is kept of a token for one hash."""
+    """The stored keys of a token for one hash."""
 
     stored: bytes
     server: bytes
@@ -57,7 +57,7 @@ class ScramExchange:
     """One exchange: `first`, then `last`. `found`: which of the user's keys fit."""
 
     def __init__(self, hash: str, find: Callable[[str], ScramUser], nonce: str = "") -> None:
-        """`nonce`: of tests; otherwise it is a new one."""
+        """`nonce`: for tests; by default a new one."""
         self._hash, self._find, self._nonce = hash, find, nonce or token_urlsafe(24)
         self.user = ""
         self.found = -1

@@ -1,20 +1,20 @@
-"""Bearer tokens: who may produce, consume and administer (roles.py). The token file holds only their hashes.
+"""Bearer tokens: they name a client and its roles (roles.py). The token file holds only their hashes.
 
 File        KMQ_TOKENS, one token a line: `<name>[@<role>,…]:sha256$<salt>$<digest>`; `#` begins a comment. Without a
             role the token has all of them, as before there were roles; an older release refuses a file with roles. A
             name may have two lines, so that a token can be replaced without a gap. Changes are in force within a second
-            or two. If the file cannot be read or parsed, the old tokens stay in force and the log names the file. A
-            token that Kafka's clients may prove by SCRAM goes on `$scram$<iterations>$<keys of SHA-256>$<of SHA-512>`,
-            two keys each, with the salt of the line (scram.py). Such tokens of a name have one salt. An older release
-            refuses a file with these, too.
+            or two. If the file cannot be read or parsed, the old tokens stay in force and the log names the file. The
+            line of a token that Kafka's clients may prove by SCRAM continues `$scram$<iterations>$<keys of SHA-256>$<of
+            SHA-512>`, two keys each, with the salt of the line (scram.py). Such tokens of a name share one salt. An
+            older release refuses a file with these, too.
 Token       `<name>.<43 random characters>`. The name finds the line, so a check is one hash however many tokens there
             are.
 Hash        One salted SHA-256. A slow hash (scrypt) makes guessable secrets expensive to guess; these have 256 random
             bits, which cannot be guessed at any speed, and a slow hash would stop the event loop of ingress at each
             hello. The salt makes equal tokens look different in two files. Digests are compared in constant time;
             unknown names take as long.
-Fleet       A token that the fleet has revoked (kmq/config/states.py), by its name or by its id, is turned away although
-            the file has it.
+Fleet       A token that the fleet has revoked (kmq/config/states.py), by its name or by its id, is refused although the
+            file has it.
 Inside      Programs of the pod (the gateway, `kmq produce`) show the token in KMQ_PIPES/local.token (local_token.py).
 """
 
@@ -42,7 +42,7 @@ _SCHEME = "bearer "
 
 
 class Hash(namedtuple("Hash", ("salt", "digest", "roles", "iterations", "keys"), defaults=(0, {}))):
-    """One line of the file. `keys`: for SCRAM, by hash; {}: it has none."""
+    """One line of the file. `keys`: for SCRAM, by hash; {}: no SCRAM."""
 
     __slots__ = ()
     salt: bytes
@@ -90,14 +90,14 @@ def id_of(name: str, digest: bytes) -> str:
 def new(path: str, name: str, held: Iterable[str] = (), with_scram: bool = False) -> str:
     """Return a new token for `name`, whose hash is appended to the file. A new file gets mode 0600.
 
-    `held`: its roles; none: all of them. `with_scram`: Kafka's clients may prove it by SCRAM.
+    `held`: its roles; (): all roles. `with_scram`: Kafka's clients may prove it by SCRAM.
     """
     wrong = [role for role in held if role not in roles.ROLES]
     if wrong:
         raise ConfigError(f"role {wrong[0]!r}: must be one of {', '.join(roles.ROLES)}")
     if not _NAME.fullmatch(name) or name == LOCAL:
         raise ConfigError(f"name {name!r}: must be 1 to 64 of A-Z a-z 0-9 _ - and not {LOCAL}")
-    from secrets import token_urlsafe  # a process that only checks tokens makes none
+    from secrets import token_urlsafe  # only for new tokens: most processes only check them
 
     token, salt = f"{name}.{token_urlsafe(32)}", os.urandom(16)
     mark = f"@{roles.text(frozenset(held))}" if held else ""
@@ -144,7 +144,7 @@ class Tokens:
         return holder.name if holder is not None else ""
 
     def find(self, token: bytes) -> roles.Holder | None:
-        """Return whose token this is, and what it may do; None if it is unknown."""
+        """Return the name and the roles of a token; None if it is unknown."""
         self.look()
         self._in_force.changed()
         name = token.partition(b".")[0].decode("ascii", "replace")
@@ -157,7 +157,7 @@ class Tokens:
         return found
 
     def find_scram(self, name: str, hash: str) -> tuple[scram.ScramUser, list[roles.Holder]]:
-        """Return the keys of a name's tokens for SCRAM, and who has each. An unknown name gets a salt, and no keys."""
+        """Return the SCRAM keys of a name's tokens, and the holder of each. An unknown name gets a salt, no keys."""
         self.look()
         self._in_force.changed()
         rows = [row for row in self._table.get(name, ()) if row.keys and not self._is_revoked(name, row.digest)]
@@ -184,7 +184,7 @@ class Tokens:
         return known.is_unknown or not known.revoked.isdisjoint((name, id_of(name, digest)))
 
     def find_header(self, authorization: str) -> roles.Holder | None:
-        """Return whose `authorization: Bearer <token>` header this is, given its value; None if it is unknown."""
+        """Return the holder of an `authorization: Bearer <token>` header, given its value; None if it is unknown."""
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             return None
         # Bytes that are not UTF-8 arrive as lone surrogates: they make an unknown token, not an error.

@@ -1,1 +1,1 @@
-"""What every process of a broker has in common: its life, its row on the stats page, whether it may accept more."""
+"""What all processes of a broker share: start and end, the row on the stats page, whether to accept more messages."""

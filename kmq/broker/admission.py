@@ -1,19 +1,21 @@
 """Decide if more messages may be accepted: disk and KMQ_DATA_QUOTA must have space for all that were accepted before.
 
+    Admission.refusal() → "": accept; "disk_full" or "quota": refuse
+
 Links       Ingress asks refusal() at every turn of its loop. While it names a reason, acknowledged producers are
-            refused, and other producers are not read, except those of KMQ itself whose few bytes free room (hello.py,
-            reserved=spare). Durability asks must_wait() before each append, because a shell
+            refused and other producers are not read. Excepted are producers of KMQ itself whose few bytes free room
+            (hello.py, reserved=spare). Durability asks must_wait() before each append, because a shell
             may write into the FIFO without asking. The router asks must_wait() before it makes a topic, which takes far
-            more space than its first message. Whoever copies a segment asks has_room().
+            more space than its first message. Code that copies a segment asks has_room().
 Owns        nothing; reads the sizes of the files under KMQ_DATA, as `du` does.
 
 Invariant   The bytes under KMQ_DATA never exceed the quota: a group is appended only if both its copies (WAL and queue)
             fit beside everything that the router still has to copy. Refusing begins earlier, by as much as the links
             hold, so that accepted messages become durable and get their replies.
 Mechanism   Usage is a walk over all files, plus an upper bound of the growth since it began: twice what was appended to
-            the WAL, and the files of new topics. Walks are needed only to tighten the bound, and to see what retention
-            has deleted. A walk proceeds in slices, so that 10,000 topics never stop a stage. The free space of the file
-            system is not used as a measure, because other programs write and delete there too.
+            the WAL, and the files of new topics. Walks are needed only to tighten the bound, and to notice what
+            retention has deleted. A walk proceeds in slices, so that 10,000 topics never stop a stage. The free space
+            of the file system is not used as a measure, because other programs write and delete there too.
 Inodes      A lack of inodes counts as a lack of bytes: messages are refused. File systems without a count (btrfs)
             report 0, which means no limit.
 Hysteresis  Once refusing, accept again only when free space exceeds the reserve by a quarter.
@@ -42,7 +44,7 @@ OLD_TOPIC = 8 * KIB  # log and index may take this beyond their bytes: a last bl
 _OTHERS = 4 * MIB  # the WAL's index, dropped.log, checkpoints (twice while they are replaced)
 _DISK_SHARE, _QUOTA_SHARE = 10, 4  # the reserve is at most this part of the whole: small disks and quotas work too
 _INODES, _INODE_SHARE = 4096, 20  # kept free for segments, checkpoints, new topics; at most this part of all
-_LOOK_S = 0.005  # maximum age of a look at the disk: what is accepted until the next one comes out of the reserve
+_LOOK_S = 0.005  # maximum age of a look at the disk: messages accepted until the next look use the reserve
 _COUNT_S = 0.05  # maximum age of a look at the quota, which may take a slice of a walk
 _WALK_S, _REWALK_S = 10.0, 0.5  # between walks while accepting; while refusing, so that space is noticed within 2 s
 _SLICE_S, _LONG_SLICE_S = 0.004, 0.05  # time for one slice of a walk; longer while refusing, when little else is to do
@@ -149,7 +151,7 @@ class Admission:
         self.accepted_bytes = _COPIES * (_LONGER * unframed + settings.ring_bytes)
         self._unrouted = settings.ring_bytes + _OTHERS
         self._use_quota()
-        self.disk: os.statvfs_result | None = None  # what the last look has found
+        self.disk: os.statvfs_result | None = None  # result of the last look
         self._looked_at = self._counted_at = 0.0
         self._lacks_disk = self._lacks_quota = self._waiting = False
 
@@ -158,7 +160,7 @@ class Admission:
         self._usage = Usage(self.data, self._appended) if self.quota else None
 
     def refusal(self) -> str:
-        """Return why nothing more must be accepted, "disk_full" or "quota"; "" while there is space."""
+        """Return why nothing more must be accepted, "disk_full" or "quota"; "" while there is room."""
         now = time.monotonic()
         if now - self._looked_at > _LOOK_S:
             self._looked_at = now
@@ -175,7 +177,7 @@ class Admission:
         return self._waiting
 
     def has_room(self, nbytes: int) -> bool:
-        """Return True if disk and quota have room for a copy of so many bytes, beside all that may be accepted."""
+        """Return True if disk and quota have room to copy `nbytes`, and still for all messages that may be accepted."""
         disk = os.statvfs(self.data)
         return disk.f_bavail * disk.f_frsize - nbytes >= 2 * self.accepted_bytes and not self.must_wait(nbytes)
 

@@ -1,12 +1,12 @@
 """A clock that does not jump. Everything that is deleted or forgotten by age takes its age from this clock.
 
-Invariant   A time of day is never trusted that has just jumped by more than JUMP_S, or that is more than GAP_S beyond
-            the last record at a start. Until it has been steady for STEADY_S, or an operator confirms it, time
+Invariant   A time of day is never trusted if it has just jumped by more than JUMP_S, or if at a start it is more than
+            GAP_S after the last record. Until it has been steady for STEADY_S, or an operator confirms it, time
             continues evenly from the last trusted time. So a clock that was ahead for some seconds deletes nothing, and
             a machine that starts with a wrong date forgets no message id before its time.
-State       The row of the stats page holds the offset of the trusted time of day from the monotonic clock, since when
-            the present time of day is not trusted, and when an operator last confirmed it. `kmq status` reads it there,
-            and so does a restarted process.
+State       The row of the stats page holds three times: the offset of the trusted time of day from the monotonic clock,
+            since when the present time of day is not trusted, and when an operator last confirmed it. `kmq status`
+            reads it there, and so does a restarted process.
 Not covered Changes of less than JUMP_S at once. Limits by size, and a full disk, do not depend on age.
 """
 
@@ -34,7 +34,7 @@ class AgeClock:
         now, mono = time.time_ns(), time.monotonic_ns()
         self._seen = now - mono  # offset of the present time of day while it is not trusted
         if row.clock_offset:
-            return  # a predecessor has left its offset
+            return  # the offset of the predecessor stays in force
         is_gap = last_record_us > 0 and now > last_record_us * 1000 + GAP_S * _NS
         row.clock_offset = (last_record_us * 1000 if is_gap else now) - mono + _ZERO
         if is_gap:
@@ -64,7 +64,7 @@ class AgeClock:
 
 
 class HeldTimes:
-    """Logs once that recv_ts stays where it is because the time of day is behind it, and once that this is over."""
+    """Logs once that recv_ts stands still because the time of day is behind it, and once that it rises again."""
 
     def __init__(self, row: Row, log: "Logger") -> None:
         self._row, self._log, self._is_held = row, log, False

@@ -1,4 +1,4 @@
-"""Tell the stats page of damage, so that status, /readyz and metrics warn of it: what a reader met, what `kmq verify` found."""
+"""Count damage on the stats page, so that status, /readyz and metrics warn: found by readers or by `kmq verify`."""
 
 import contextlib
 
@@ -6,7 +6,7 @@ from kmq.broker.stats import Row, peek
 from kmq.config.settings import Settings
 from kmq.log.damage import DamageError
 
-_MOST = 1000  # places that are remembered; beyond it the number is too small, and the warning stays
+_MOST = 1000  # places remembered; with more the count is too low, and the warning stays
 
 
 class Damaged:
@@ -17,7 +17,7 @@ class Damaged:
         self._places: set[tuple[str, int]] = set()
 
     def note(self, err: DamageError) -> bool:
-        """Count the place, unless it was counted since a check has found nothing. Return True if it is counted now."""
+        """Count the place once; after a check without damage, once more. Return True if it is counted now."""
         if not self._row.damage:
             self._places.clear()
         place = err.path, err.byte
@@ -31,7 +31,7 @@ class Damaged:
 def tell(settings: Settings, count: int, is_complete: bool) -> None:
     """Count damage in the gateway's row; forget all damage after a complete check that found none."""
     page = None
-    with contextlib.suppress(PermissionError):  # whoever may read the files need not be the broker's user
+    with contextlib.suppress(PermissionError):  # a user who may read the files need not be the broker's user
         page = peek(settings.instance)
     if page is None or not page.serves(settings.data):
         return  # no broker has run here since the machine was started

@@ -1,7 +1,8 @@
-"""The data directory of a broker that runs: a process that starts again waits for the same one, and makes no other.
+"""The data directory of a running broker: a restarted process waits for the same directory, and never makes another.
 
-Invariant   While a broker runs, nothing makes a data directory where its own was moved, unmounted or made unreadable:
-            the broker would begin anew in an empty one, and the way back would be taken.
+Invariant   If the directory of a running broker is moved, unmounted or made unreadable, nothing makes a new one at its
+            path. Otherwise the broker would begin anew in an empty directory, and the old one could not return to its
+            path.
 Mechanism   The stats page names the directory and the id with which the broker runs. A process that waits says so in
             its row (state data_missing), and holds its FIFOs.
 Not covered Processes of a pod that were all killed by SIGKILL before they could see that the directory had gone.
@@ -19,15 +20,15 @@ from kmq.logfmt import Logger, obey
 
 _LOOK_S = 0.25  # between two looks for the directory; each is a sign of life
 
-AGAIN = "--again"  # argument of a process that has begun anew in place, with its row of the stats page
+AGAIN = "--again"  # argument of a process that has re-executed itself and keeps its row of the stats page
 
 
 def known_id(settings: Settings, supervisor: int | None = None) -> str:
     """Return the id of the data directory with which this broker runs; "" if it does not run.
 
-    `supervisor`: the pid of who has started the calling process of the broker, and so runs; 0: something else has. Such
-    a process may be the first that is started again after all have failed for the lack of the directory. So for it the
-    broker runs while one of them has ended with EXIT_RETRY; those that wait already must not make each other wait.
+    `supervisor`: the pid of the supervisor that started the caller, and so runs; 0: something else started it. Then the
+    caller may be the first restarted after all processes failed because the directory was missing. So the broker counts
+    as running if one of them has ended with EXIT_RETRY. Processes that wait must not make each other wait.
     """
     page = peek(settings.instance)
     if page is None or not page.serves(settings.data):
@@ -58,7 +59,7 @@ def open_page(
                 log.error("data_missing", reason=err, effect="waits for it; nothing is made in its place")
                 page = StatsPage(settings.instance, known, settings.data)
         row = page.rows[name]
-        is_free = row.state_name in ENDED or row.age_s > FRESH_S  # else a process of this name lives and has the row
+        is_free = row.state_name in ENDED or row.age_s > FRESH_S  # else a living process of this name has the row
         if is_free:
             row.wait_for_data(supervisor)
         time.sleep(_LOOK_S)

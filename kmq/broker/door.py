@@ -1,20 +1,21 @@
 """A follower's client ports: each TCP connection is spliced to the same port of the broker that leads the shard.
 
 Only bytes pass, so one mechanism serves every protocol, with TLS or without: the leader and the client speak with each
-other. An end passes as what it was: a half-close as a half-close, a reset as a reset. That matters, because an orderly
-end tells a producer that all of its lines were taken.
+other. The end of a connection keeps its kind: a half-close stays a half-close, a reset stays a reset. An orderly end
+tells a producer that all of its lines were taken.
 
-Leader      Another leader, or another address of its doors: every spliced connection is reset; clients come back, and
-            send again what was not answered. A connection waits WAIT_S for a leader that accepts it, from when it came
-            or from when the leader was last another one. Then it is refused by what its port speaks: `!err 0 no_leader`,
-            HTTP 503, or by its end.
-Memory      None for what passes: it stays in the kernel of one side until the kernel of the other takes it. So a side
-            that does not read is backpressure for the other. At most `most` connections, and _REFUSED that are told why
-            there are no more.
-Time        `is_over` is asked at least every _TURN_S. Names of hosts are looked up in a thread: no stranger's name server
-            holds up the heartbeat.
-One hop     Nobody is a leader here before it has led in the epoch that this broker has promised (kmq/replica/stages.py),
-            so two brokers never pass a connection on to each other.
+Leader      If the leader or its addresses change, every spliced connection is reset; clients reconnect, and repeat what
+            was not answered. A connection waits WAIT_S for a leader that accepts it, counted from its start or from the
+            last change of leader. Then it is refused in its port's protocol: `!err 0 no_leader`, HTTP 503, or a closed
+            connection. If this broker has reached no leader for long, it is refused at once.
+Dead paths  If a side acknowledges no sent byte for `dead_s`, both are closed; keepalive finds idle dead sides. A side
+            that acknowledges and does not read is alive. TCP_USER_TIMEOUT would close it too, and so end backpressure.
+Memory      None for the data: it stays in one side's kernel buffer until the other side's has room. So a side that does
+            not read slows the other down. At most `most` connections, and _REFUSED more that are told the limit.
+Time        `is_over` is asked at least every _TURN_S. Host names are looked up in a thread, so that a slow name server
+            never delays the heartbeat.
+One hop     A broker counts as the leader only once it has led in the epoch that this broker has promised
+            (kmq/replica/stages.py). So two brokers never pass a connection on to each other.
 Not covered Rights by address: the leader sees this broker as the peer (docs/security.md).
 """
 
@@ -25,6 +26,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +40,7 @@ from kmq.files import replace_file
 from kmq.logfmt import Logger
 from kmq.wire import refusals
 
-LINES, CONSUMERS, HTTP, OTHER = "lines", "consumers", "http", ""  # what a port speaks, so how a client is refused there
+LINES, CONSUMERS, HTTP, OTHER = "lines", "consumers", "http", ""  # the protocol of a port: how it refuses a client
 WAIT_S = 5.0
 
 _TURN_S = 0.1
@@ -50,12 +52,10 @@ _BATCH = 64  # connections accepted, or connected, in a row
 _REFUSED = 16
 _RESET, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 _OPTIONS = ((socket.SOL_SOCKET, socket.SO_LINGER, _RESET), (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1))
-_KEEPALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-)
+_KEEPALIVE_TRIES = 4
+_SWEEP_S = 1.0  # between two looks for unacknowledged bytes
+# Of struct tcp_info (linux/tcp.h): packets that are not acknowledged; ms since the last acknowledgement.
+_TCP_INFO, _UNACKED_AT, _LAST_ACK_AT = 60, 24, 56
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 
 Address = tuple[int, tuple[Any, ...]]  # family, and what connect() takes
@@ -70,14 +70,14 @@ PORTS = {"lines": "ingress", "acks": "ack", "lines_tls": "tls"} | {
     )
 }
 
-# Where clients of Kafka are told that a broker is, if that is not its port (KMQ_KAFKA_ADVERTISE): by whether it has TLS.
+# The address that Kafka's clients are told, if it is not the port's own (KMQ_KAFKA_ADVERTISE): by whether it has TLS.
 KAFKA_ADVERTISED = {False: "kafka_advertised", True: "kafka_tls_advertised"}
 
 
 def known_shard(pipes: str) -> dict[str, Any]:
-    """Return the shard as our replica has read it from Consul last (kmq/replica/shard.py).
+    """Return the shard as our replica last read it from Consul (kmq/replica/shard.py).
 
-    Return {} if it has not yet, or if that cannot be read: nobody ends for that, and the replica writes it anew at once.
+    Return {} if the file is missing or unreadable: no process ends for that, and the replica rewrites it at once.
     """
     try:
         with open(f"{pipes}/cluster.json", encoding="ascii") as file:
@@ -87,15 +87,15 @@ def known_shard(pipes: str) -> dict[str, Any]:
 
 
 def advertised(pipes: str, *names: str) -> list[str]:
-    """Return where the brokers of our shard have these of PORTS, as host:port, whether they are alive or not."""
+    """Return the addresses (host:port) of these PORTS of all brokers of our shard, alive or not."""
     brokers = known_shard(pipes).get("brokers", {}).values()
     return [each["doors"][name] for each in brokers if each for name in names if name in each.get("doors", {})]
 
 
 class Door(NamedTuple):
-    """One port. `name`: as in the leader's addresses, one of PORTS; `setting`: of its number; `speaks`: OTHER: its end.
+    """One port. `name`: one of PORTS, as in the leader's addresses; `setting`: of its number; `speaks`: a protocol.
 
-    `sources`: the networks that may connect; (): all. The leader sees our address, so it cannot tell.
+    `sources`: the networks that may connect; (): all. Checked here, because the leader sees our address.
     """
 
     name: str
@@ -120,6 +120,7 @@ class _SplicedEnd:
         "peer",
         "since",
         "sock",
+        "unacked_since",
     )
 
     def __init__(self, sock: socket.socket, door: Door, peer: str, now: float) -> None:
@@ -130,36 +131,43 @@ class _SplicedEnd:
         self.other: _SplicedEnd | None = None
         self.mask = 0  # as registered in the epoll; 0: it is not
         self.is_connecting = False  # of the leader's
-        self.is_blocked = False  # what has come from here does not fit into the other's kernel
+        self.is_blocked = False  # its data does not fit into the other's kernel buffer
         self.has_ended = False  # everything that came from here was passed on
+        self.unacked_since = 0.0  # since when sent bytes wait for an acknowledgement; 0: no bytes wait
 
 
 class FollowerDoors:
-    """The doors of one process, open from its making on."""
+    """The doors of one process, opened by the constructor."""
 
     def __init__(
         self,
         doors: Sequence[Door],
         most: int,
-        leader: Callable[[], dict[str, str]],
+        leader: Callable[[], dict[str, str] | None],
         row: Row,
         log: Logger,
         clock: Callable[[], float] = time.monotonic,
+        dead_s: float = 60.0,
     ) -> None:
-        """`leader`: the addresses (host:port) of the leader by door; {}: nobody knows. Raises ConfigError."""
+        """`leader`: the leader's addresses (host:port) by door; {}: not known, None: clients should look elsewhere.
+
+        `dead_s`: seconds after which a connection over a dead path is closed. Raises ConfigError.
+        """
+        self._dead_s = dead_s
+        self._options: tuple[tuple[int, int, int | bytes], ...] = (*_OPTIONS, *_keepalive(dead_s))
         self._most, self._leader, self._row, self._clock = most, leader, row, clock
         self._incidents = Incidents(log.warn)
         self._strangers = Strangers(row, self._incidents)
         self._known = leader()
-        self._changed_at = self._again_at = self._look_at = self._say_at = clock()
+        self._changed_at = self._again_at = self._look_at = self._say_at = self._sweep_at = clock()
         self._poll = select.epoll()
         self._listeners: dict[int, tuple[socket.socket, Door]] = {}
         self._ends: dict[int, _SplicedEnd] = {}  # every open end by descriptor
         self._clients: dict[_SplicedEnd, None] = {}
         self._waiting: dict[_SplicedEnd, None] = {}  # clients that are not spliced yet, the oldest first
-        self._refused: dict[_SplicedEnd, None] = {}  # clients that were told why, the oldest first
+        self._refused: dict[_SplicedEnd, None] = {}  # refused clients that read the reason, the oldest first
         self._addresses: dict[str, Address | None] = {}  # by host:port; None: being looked up
-        self._attempts = 0  # to connect that have failed: the next one takes the next address of a name
+        self._attempts = 0  # failed attempts to connect: the next one takes the next address of the name
         self._names: set[str] = set()  # our own end of each connection to the leader
         self._piece = bytearray(_PIECE)
         self._view = memoryview(self._piece)
@@ -187,7 +195,7 @@ class FollowerDoors:
             replace_file(f"{pipes}/{PORTS[name]}.port", b"%d\n" % port)
 
     def serve(self, is_over: Callable[[], bool]) -> None:
-        """Splice until it is over; then close everything at once."""
+        """Splice until `is_over` returns True; then close everything at once."""
         ask_at = 0.0
         try:
             while (now := time.monotonic()) < ask_at or not is_over():
@@ -213,6 +221,9 @@ class FollowerDoors:
                 self._drop(client)
             self._row.connections = len(self._clients)
         self._connect_waiting(now)
+        if now >= self._sweep_at:
+            self._sweep_at = now + _SWEEP_S
+            self._end_dead(now)
         if now >= self._say_at:
             self._say_at = now + _SAY_S
             self._incidents.say()
@@ -232,7 +243,7 @@ class FollowerDoors:
 
     def _accept(self, listener: socket.socket, door: Door) -> None:
         for sock, address in _accepted(listener, self._strangers):
-            for level, option, value in (*_OPTIONS, *_KEEPALIVE):
+            for level, option, value in self._options:
                 sock.setsockopt(level, option, value)
             client = _SplicedEnd(sock, door, _text(address), self._clock())
             if door.sources and not is_among(door.sources, address[0]):
@@ -257,7 +268,7 @@ class FollowerDoors:
             client.sock.close()
 
     def _refuse(self, client: _SplicedEnd, text: bytes) -> None:
-        """Say why, and close the connection a moment later: a reset at once would overtake the text."""
+        """Send `text`, and close the connection a moment later: a reset at once would overtake the text."""
         self._waiting.pop(client, None)
         client.deadline = self._clock() + (_SAY_S if text else 0.0)
         self._refused[client] = None
@@ -285,17 +296,36 @@ class FollowerDoors:
                 self._drop(client)
 
     def _connect_waiting(self, now: float) -> None:
-        """Connect who waits, and refuse who has waited too long."""
+        """Connect the waiting clients, and refuse those that have waited too long."""
         free = _BATCH if now >= self._again_at else 0
         for client in list(self._waiting):
-            if now - max(client.since, self._changed_at) >= WAIT_S:
+            if self._known is None or now - max(client.since, self._changed_at) >= WAIT_S:
                 if client.other is not None:
                     self._disconnect(client)
-                where = self._known.get(client.door.name, "a leader with this port")
-                self._strangers.note("no_leader", client.peer, f"waited {WAIT_S:g} s for {where}")
+                where = self._address_of(client.door) or "a leader with this port"
+                why = f"waited {WAIT_S:g} s for {where}" if self._known is not None else "this broker reaches no leader"
+                self._strangers.note("no_leader", client.peer, why)
                 self._refuse(client, _no_leader(client.door.speaks))
             elif client.other is None and free:
-                free -= self._connect(client, self._known.get(client.door.name, ""))
+                free -= self._connect(client, self._address_of(client.door))
+
+    def _address_of(self, door: Door) -> str:
+        return self._known.get(door.name, "") if self._known is not None else ""
+
+    def _end_dead(self, now: float) -> None:
+        """End the connections of which one side has acknowledged nothing for too long."""
+        for end in [*self._ends.values()]:
+            if end.other is None or end.is_connecting or end.sock.fileno() < 0:  # perhaps dropped with the one before
+                continue
+            info = end.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO)
+            unacked = int.from_bytes(info[_UNACKED_AT : _UNACKED_AT + 4], sys.byteorder)
+            last_ack_s = int.from_bytes(info[_LAST_ACK_AT : _LAST_ACK_AT + 4], sys.byteorder) / 1000
+            is_silent = unacked > 0 and last_ack_s >= _SWEEP_S
+            end.unacked_since = (end.unacked_since or now) if is_silent else 0.0
+            if is_silent and now - end.unacked_since >= self._dead_s:
+                client = end if end in self._clients else end.other
+                self._strangers.note("path_dead", client.peer, f"acknowledges nothing for {self._dead_s:g} s")
+                self._drop(client)
 
     def _connect(self, client: _SplicedEnd, address: str) -> bool:
         """Begin to connect a client to this address of the leader. Return False if it is not known yet."""
@@ -308,7 +338,7 @@ class FollowerDoors:
         except OSError:  # out of descriptors
             self._again_at = self._clock() + _AGAIN_S
             return True
-        for level, option, value in _OPTIONS:
+        for level, option, value in self._options:
             leader.sock.setsockopt(level, option, value)
         client.other, leader.other, leader.is_connecting = leader, client, True
         self._ends[leader.sock.fileno()] = leader
@@ -321,9 +351,9 @@ class FollowerDoors:
         return True
 
     def _failed(self, client: _SplicedEnd) -> None:
-        """Try again later, and look the name of the host up again."""
+        """Retry later, and look the host name up again."""
         self._again_at, self._attempts = self._clock() + _AGAIN_S, self._attempts + 1
-        self._addresses.pop(self._known.get(client.door.name, ""), None)
+        self._addresses.pop(self._address_of(client.door), None)
         self._disconnect(client)
 
     def _find(self, address: str) -> Address | None:
@@ -384,7 +414,7 @@ class FollowerDoors:
         end.is_blocked = sent < count
 
     def _watch(self, end: _SplicedEnd, mask: int) -> None:
-        """Wait for these events. Who waits for none is not registered: an end would be reported again and again."""
+        """Wait for these events. For no event the end is unregistered: its hang-up would be reported endlessly."""
         if mask == end.mask:
             return
         if not mask:
@@ -411,6 +441,17 @@ class FollowerDoors:
             table.pop(client, None)
         del self._ends[client.sock.fileno()]
         client.sock.close()
+
+
+def _keepalive(dead_s: float) -> tuple[tuple[int, int, int], ...]:
+    """Return the options by which an idle connection over a dead path ends after about that time."""
+    between = max(1, int(dead_s / (2 * _KEEPALIVE_TRIES)))
+    return (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(dead_s / 2))),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_TRIES),
+    )
 
 
 def addresses(pipes: str, host: str) -> dict[str, str]:
@@ -441,7 +482,7 @@ def _accepted(listener: socket.socket, strangers: Strangers) -> Iterator[tuple[s
             return
         except ConnectionError:
             continue
-        except OSError as err:  # out of descriptors: what is open goes on
+        except OSError as err:  # out of descriptors: open connections continue
             strangers.note("accept_failed", "", err.strerror or str(err))
             time.sleep(_TURN_S)
             return
@@ -467,7 +508,7 @@ def _look_up(address: str, turn: int, found: dict[str, Address | None]) -> None:
 
 
 def _no_leader(speaks: str) -> bytes:
-    """Return what a client is told that no leader has accepted."""
+    """Return the refusal for a client that no leader has accepted."""
     refusal = refusals.known("no_leader")
     if speaks == LINES:
         return f"!err 0 {refusals.reason(refusal.code)}\n".encode()

@@ -1,11 +1,11 @@
-"""A broker at a glance: what it is now, how fast it goes, its topics by rate, and what has happened; built once.
+"""A broker at a glance, as one document: its status, its rates, its topics by rate, and its last events.
 
 Task        `kmq top` and the gateway's console each look again and again, and show the document.
 Invariant   `status` is the document of `kmq status --json`, made by the same code at the moment that `as_of` names.
-            Strangers never push out what an operator must see: each class of kinds has a ring of its own, and what
-            strangers cause is one event a minute for each name, with a count. The names stand in our source.
-            Ids of events rise, over restarts of the gateway too, so a reader that knows the last id misses nothing that
-            is kept.
+            Events that clients cause never push out other events: each class of kinds has a ring of its own, and
+            clients cause at most one event a minute for each name, with a count. Our source fixes the names. Ids of
+            events rise, over restarts of the gateway too, so a reader that knows the last id misses no event that is
+            kept.
 Cost        A look at the page takes some 0.2 ms; topics have a budget of their own.
 Memory      At most the events of _CLASSES, each of at most _LONGEST characters a field.
 """
@@ -37,6 +37,7 @@ _CLASSES = {
     "changed": (("changed",), 200),
     "files": (("rolled",), 100),
     "refused": (("refused",), 100),
+    "noted": (("noted",), 100),
 }
 _CLASS_OF = {kind: name for name, (kinds, _) in _CLASSES.items() for kind in kinds}
 KINDS = tuple(_CLASS_OF)
@@ -57,10 +58,10 @@ class Event(NamedTuple):
 
 
 class _Counted:
-    """What strangers have caused under one name since it was last told."""
+    """Events that clients caused under one name since the last report."""
 
-    def __init__(self, told_at: float) -> None:
-        self.told_at, self.count, self.last = told_at, 0, ""
+    def __init__(self, kind: str, told_at: float) -> None:
+        self.kind, self.told_at, self.count, self.last = kind, told_at, 0, ""
 
 
 def _times(count: int) -> str:
@@ -74,7 +75,7 @@ class Events:
         self._clock = clock
         self._next = int(clock()) * 1000  # above any id of the gateway before, which had fewer than 1,000 a second
         self._rings = {name: deque[Event](maxlen=most) for name, (_, most) in _CLASSES.items()}
-        self._refused: dict[str, _Counted] = {}
+        self._counted: dict[str, _Counted] = {}
         self._lock = RLock()
 
     def add(self, kind: str, about: str, text: str) -> None:
@@ -84,23 +85,26 @@ class Events:
             event = Event(self._next, round(self._clock(), 3), kind, about[:_LONGEST], text[:_LONGEST])
             self._rings[_CLASS_OF.get(kind, "state")].append(event)
 
-    def refused(self, name: str, count: int, peer: str, reason: str) -> None:
-        """Count what strangers have caused: told at once the first time, then once a minute."""
+    def count(self, kind: str, name: str, count: int, peer: str, reason: str) -> None:
+        """Count events that clients caused. A name has one kind, and is reported at once first, then once a minute.
+
+        Kind `refused`: the broker did not serve the client; `noted`: anything else.
+        """
         with self._lock:
-            known = self._refused.get(name)
+            known = self._counted.get(name)
             if known is None:
-                known = self._refused[name] = _Counted(self._clock() - _COALESCED_S)
+                known = self._counted[name] = _Counted(kind, self._clock() - _COALESCED_S)
             known.count += count
-            known.last = f"last {peer}: {reason}" if peer else reason
+            known.last = f"last {peer}: {reason}" if peer else f"last: {reason}"
             self.sweep()
 
     def sweep(self) -> None:
-        """Tell what was counted for a minute. Call about once a second."""
+        """Report the counts that are a minute old. Call about once a second."""
         now = self._clock()
         with self._lock:
-            for name, known in self._refused.items():
+            for name, known in self._counted.items():
                 if known.count and now - known.told_at >= _COALESCED_S:
-                    self.add("refused", name, f"{_times(known.count)}: {known.last}")
+                    self.add(known.kind, name, f"{_times(known.count)}: {known.last}")
                     known.told_at, known.count = now, 0
 
     def after(self, id: int = 0) -> list[Event]:
@@ -122,7 +126,7 @@ SETTLED_S = 1.0  # how long a state must last to be logged, so that flapping is 
 
 
 class VerdictChanges:
-    """What changes in the verdict on the broker: a log line for readiness, an event of the console for warnings too.
+    """Reports changes of the verdict: of readiness as a log line and an event of the console, of warnings as an event.
 
     When a ready broker becomes unready, `not_ready` is logged at once. Every other change must last SETTLED_S first.
     `ready_again` follows only a logged `not_ready`, so the first readiness after a start has no line.
@@ -136,7 +140,7 @@ class VerdictChanges:
         self._warnings: dict[tuple[str, str], str] = {}
 
     def begin(self, verdict: Verdict) -> None:
-        """Take this verdict as known: only what changes from now on is reported."""
+        """Take this verdict as known: only later changes are reported."""
         self._said = self._seen = verdict.first.code if verdict.first else ""
         self._warnings = _warnings(verdict)
 
@@ -181,7 +185,7 @@ _EVENTS = 50
 
 
 class Overview:
-    """One broker, as whoever has this has seen it. `look` and `document` in one thread; `events` in any."""
+    """The overview of one broker. Call `look` and `document` in one thread; `events` in any."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -200,7 +204,7 @@ class Overview:
         self.topics.look(budget_s)
 
     def _follow(self, page: StatsPage) -> None:
-        """Note processes that have started, stopped or come back since the look before. The first one only looks."""
+        """Note processes that were started, stopped or restarted since the last look. The first look notes no event."""
         for name in PROCESSES:
             row = page.rows[name]
             starts, state = row.starts, row.state_name
@@ -223,7 +227,7 @@ class Overview:
         self._segment = newest
 
     def document(self, found: BrokerStatus, topics: int) -> dict[str, Any]:
-        """Return what is known, ready for JSON, with the `topics` topics that have the highest rates."""
+        """Return the document, ready for JSON, with the `topics` topics that have the highest rates."""
         shown = status.as_json(found)
         return {
             "as_of": shown["as_of"],

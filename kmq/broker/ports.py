@@ -2,9 +2,15 @@
 
 import errno
 import os
-import socket
 
 from kmq.errors import ConfigError
+
+TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
+
+if TYPE_CHECKING:
+    import socket
+
+    from kmq.config.settings import Settings
 
 _HOSTS = {  # setting of a port → setting of its address; every other port has KMQ_HOST
     "KMQ_METRICS_PORT": "KMQ_METRICS_HOST",
@@ -12,10 +18,31 @@ _HOSTS = {  # setting of a port → setting of its address; every other port has
     "KMQ_KAFKA_TLS_PORT": "KMQ_TLS_HOST",
 }
 BACKLOG = 1024
+# The gateway's ports. One bit of `doors_closed` of its row each, so a new one is appended.
+GATEWAY_DOORS = ("grpc", "http", "egress", "status", "kafka", "grpcs", "https", "egress_tls", "kafka_tls", "metrics")
+_TAKEN = (errno.EADDRINUSE, errno.EACCES)  # used by another process, or only for root: the other ports may still serve
 
 
-def listening(host: str, port: int) -> list[socket.socket]:
+def is_taken(err: OSError) -> bool:
+    """Return True if the port is not available; otherwise its address is wrong."""
+    return err.errno in _TAKEN
+
+
+def number_of(settings: "Settings", name: str) -> int:
+    """Return the port of a door of the gateway, as the settings say; 0: any."""
+    number: int = settings.kafka_number if name == "kafka" else getattr(settings, f"{name}_port")
+    return number
+
+
+def closed_doors(mask: int) -> list[str]:
+    """Return the names of the gateway's doors that could not be opened."""
+    return [name for at, name in enumerate(GATEWAY_DOORS) if mask >> at & 1]
+
+
+def listening(host: str, port: int) -> "list[socket.socket]":
     """Return sockets that listen there, one for each address of the host. Raises OSError."""
+    import socket  # kmq.probe, which starts every few seconds, loads this module and opens no port
+
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     opened: list[socket.socket] = []
     try:
@@ -35,7 +62,7 @@ def listening(host: str, port: int) -> list[socket.socket]:
 
 
 def wrong_host(setting: str, err: OSError) -> str:
-    """Return the setting of the address if the address is what is wrong; else ""."""
+    """Return the setting of the address if the address is wrong; else ""."""
     is_name = (err.errno or 0) <= 0  # the numbers of getaddrinfo
     return _HOSTS.get(setting, "KMQ_HOST") if err.errno == errno.EADDRNOTAVAIL or is_name else ""
 

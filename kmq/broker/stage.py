@@ -1,4 +1,4 @@
-"""What every stage has besides its job: settings, the stats row, signals, what it holds, waiting, and its exit.
+"""What every stage has besides its job: settings, the stats row, signals, locks and rings, waiting, and its exit.
 
 A signal handler only sets a flag; the loop acts on it. SIGTERM or SIGINT: drain from the front, for at most DRAIN_S,
 and exit 0. A second signal ends the stage at once, which is as safe as SIGKILL.
@@ -6,12 +6,11 @@ and exit 0. A second signal ends the stage at once, which is as safe as SIGKILL.
 Holds       Lock files, and ends of rings. Other processes find the stage by their names.
 Invariant   A stage whose lock file, ring or bell was removed always ends (exit code 75). If it continued, no process
             could find it, and a second stage of its kind could start beside it.
-            A stage that gives way to a lock ends (exit code 69) once another broker holds that lock. So where two
-            brokers meet on one directory, one of them gets all of it.
-            In a shard a stage works in one generation of the role page (kmq/links/role.py). In another one it lets go
-            of everything and begins anew in place, under its pid; that is no start that anybody counts.
-            One log line always says why the stage has ended.
-Delays      The stats page says how the stage is delayed, so that one look at the page can judge it (health.py): waits
+            A stage that gives way to a lock ends (exit code 69) once another broker holds that lock. So if two brokers
+            use one directory, one of them gets all of it. In a shard a stage works in one generation of the role page
+            (kmq/links/role.py). When the generation changes, it releases everything and re-executes itself under the
+            same pid; this does not count as a restart. One log line always says why the stage has ended.
+Delays      The stage notes its delays on the stats page, so that one look at the page can judge it (health.py): waits
             for room in a ring, slow syncs, kills for lack of memory.
 Not covered Kills before the stats page was made, and a kill that ends the whole container: its cgroup is gone then.
 """
@@ -97,7 +96,7 @@ class Stage:
         self.owns_row = AGAIN in sys.argv
         self.role: RolePage | None = None  # in a shard, once `await_role` has returned
         self.generation = 0
-        self.leader: dict[str, str] = {}  # while it has no work: see RolePage.leader
+        self.leader: dict[str, str] | None = {}  # while it has no work: see RolePage.leader
         self._waits_on: RolePage | None = None  # while it has no work
         self._held: list[FileLock | RingWriter | RingReader | ReceivedWriter | ReceivedReader | RolePage] = []
         self._gives_way_to: FileLock | None = None
@@ -108,7 +107,7 @@ class Stage:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))  # `begin_anew` has blocked them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))  # `begin_anew` blocked them
         # Every stage keeps both FIFOs open, because a FIFO loses its content when its last end is closed.
         self.raw = open_fifo(settings.pipes, "raw")
         self.acks = open_fifo(settings.pipes, "acks")
@@ -132,7 +131,7 @@ class Stage:
         try:
             owner.acquire(what, self.who)
         except BusyError as err:
-            if not _supervisor() and self.row.state_name in ENDED:  # else a supervisor says it, or the row is in use
+            if not _supervisor() and self.row.state_name in ENDED:  # else a supervisor reports it, or the row is in use
                 self.row.end_of(os.getpid(), 0, err.exit_code)
             raise
         self._held.append(owner)
@@ -153,9 +152,9 @@ class Stage:
     # --- the role in a shard -----------------------------------------------------------------------------------------
 
     def await_role(self, meanwhile: "Callable[[Stage], None] | None" = None) -> None:
-        """In a shard, return once this stage has work in the role of its broker. Raises Stopped.
+        """In a shard, return once this stage has work in its broker's role. Raises Stopped.
 
-        `meanwhile`: what it does instead until `has_work`.
+        `meanwhile`: runs until `has_work` returns True.
         """
         if not self.settings.shard or self.has_work():
             return
@@ -166,10 +165,10 @@ class Stage:
             time.sleep(_ROLE_POLL_S)
 
     def has_work(self) -> bool:
-        """Return True if this stage has work in the role of its broker, and begin it. Else write a heartbeat."""
+        """Return True if this stage has work in its broker's role, and begin the role. Else write a heartbeat."""
         page = self._waits_on = RolePage.find(self.settings.instance, self.data_id, self._waits_on)
         role = page.read() if page is not None else None
-        if page is not None and role is not None and role.role in _WORKS_IN[self.name]:
+        if page is not None and role is not None and role.role in _WORKS_IN[self.name] and self._may_serve(page):
             if self.role is None:
                 self.role, self.generation = page, role.generation
                 self._held.append(page)
@@ -185,23 +184,35 @@ class Stage:
         return False
 
     def _check_role(self) -> None:
-        """Raise RoleChanged if the role with which this stage began is over."""
-        if self.role is not None and self.role.generation != self.generation:
+        """Raise RoleChanged if the role in which this stage began has ended."""
+        role = self.role
+        if role is not None and (role.generation != self.generation or not self._may_serve(role)):
             raise RoleChanged
 
+    def _may_serve(self, page: RolePage) -> bool:
+        """Return False for ingress unless the doors of this broker are open."""
+        return self.name != "ingress" or page.leads
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch in which this broker leads its shard; None without one."""
+        return self.role.read().epoch if self.role is not None else None
+
     def begin_anew(self) -> None:
-        """Execute this program again in place of this process: all locks and rings are let go of. Raises Stopped."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))  # they wait for the next program
+        """Re-execute this program in the same process, which releases all locks and rings. Raises Stopped."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))  # the next program receives them
         if self.stopping:
             raise Stopped("told to stop when the role of its broker in the shard ended")
         self.log.info("role_left")
+        if self.owns_row:
+            self.page.leave_role(self.name)
         self.state("unled")
         more = [] if AGAIN in sys.argv else [AGAIN]
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *more])
 
     @property
     def hw(self) -> int | None:
-        """The seq up to which all is committed in the shard; None without a shard: then what is synced is committed."""
+        """The seq up to which all is committed in the shard; None without a shard: all synced records are."""
         return self.role.hw if self.role is not None else None
 
     def note_sync(self) -> None:
@@ -209,11 +220,11 @@ class Stage:
         if self.role is not None:
             if self._synced is None:
                 self._synced = open_fifo(self.settings.pipes, SYNCED)
-            with contextlib.suppress(BlockingIOError):  # full: it has enough to wake up for
+            with contextlib.suppress(BlockingIOError):  # full: `replica` is awake anyway
                 os.write(self._synced, b"s")
 
     def give_way(self, path: str) -> None:
-        """Hold nothing beside another broker that holds the lock file `path`."""
+        """From now on, end this stage once another broker holds the lock file `path`."""
         self._gives_way_to = FileLock(path)
 
     def _check_held(self) -> None:
@@ -231,13 +242,13 @@ class Stage:
     def rewrite_rings(self) -> None:
         """Write removed rings again, with their messages, for the stages that start next.
 
-        Whoever removes them may be in the middle of it: systemd's RemoveIPC takes the semaphores first.
+        The removal may still be going on: systemd's RemoveIPC removes the semaphores first.
         """
         time.sleep(LOOK_S)
         for ring in self._held:
             if isinstance(ring, (FileLock, RolePage)) or os.path.exists(ring.path) or not ring.may_write_again():
                 continue
-            with contextlib.suppress(OSError, ConfigError):  # no space: what was acknowledged is in the WAL
+            with contextlib.suppress(OSError, ConfigError):  # no space: acknowledged messages are in the WAL
                 ring.write_again()
                 self.log.warn("ring_written_again", ring=ring.name, reason="its file was removed")
 
@@ -385,8 +396,8 @@ _OOM_LOOK_S = 10.0
 def wait_for_ring(row: Row, check: Callable[[], None], ring: RingWriter, nbytes: int, count: int) -> None:
     """Return when a block of this size fits into the ring, and note the wait in the row. Call only if it does not fit.
 
-    `waits_since` is when the wait for this block began, `waited_at` when the last wait ended, and `full_since` when the
-    first of the waits began that followed each other closely.
+    `waits_since`: when the wait for this block began. `waited_at`: when the last wait ended. `full_since`: when the
+    first wait began of a series of waits in close succession.
     """
     row.waits_since = now = time.monotonic_ns()
     if now - row.waited_at > _PAUSE_NS:
@@ -456,7 +467,7 @@ class OomKills:
         count, row = _kills_in(self._path), self._row
         if count is None:
             return
-        seen = row.oom_seen - 1 if row.oom_seen else count  # the first look only learns where the kernel is
+        seen = row.oom_seen - 1 if row.oom_seen else count  # the first look only takes the kernel's count
         new = count - seen if count >= seen else count
         if new:
             row.oom_kills += new
@@ -470,7 +481,7 @@ class OomKills:
 def main(name: str, run: Callable[[Stage], None], meanwhile: Callable[[Stage], None] | None = None) -> int:
     """Run one stage to its end and return its exit code. One log line always says why the stage has ended.
 
-    `meanwhile`: what it does in a shard until its broker has a role in which it has work (Stage.await_role).
+    `meanwhile`: runs in a shard while the stage has no work in its broker's role (Stage.await_role).
     """
     keep_others_out()
     log = Logger(name)

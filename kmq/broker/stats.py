@@ -1,35 +1,34 @@
 """The stats page: /dev/shm/<instance>.stats, where every process publishes its state, counters and times.
 
-Layout      2: a line of text that names the data directory, then one row of 64 words of 8 bytes per process, then one
-            histogram of 24 words for each of TIMED. Layout 1 had rows of 32 words and no histograms. A page of it that
-            is found at a start, when its processes have ended, is carried over; to look at it, it is converted.
-            Behind the histograms lies the row of the replica, which came later: nothing before it has moved. Behind
-            that lie 8 words for each intake (KMQ_INTAKES), in their order: INTAKE_FIELDS.
-            A histogram has 21 counts, one per bucket; then the sum of all times in microseconds, their number, and a
-            spare word. Bucket i has the times of at most 64 µs * 2^i that no smaller bucket has; the last one has all
-            longer times.
+Layout      3: a line of text that names the data directory, then one row of 64 words of 8 bytes per process: first the
+            words common to all, then its own. In layout 2 all processes had the same 64 words. A start that finds such
+            a page converts and keeps it, once its processes have ended; readers convert a copy.
+            After the rows of five come one histogram of 24 words for each of TIMED (histogram.py), and after these the
+            row of the replica; then 8 words for each intake (KMQ_INTAKES), in their order: INTAKE_FIELDS; then 16 words
+            for each other broker of a shard, while this one leads: FOLLOWER_FIELDS and the broker's name; then 2 words
+            for each of TRENDS, which the gateway writes.
 Owners      Each word of a row is written by its process only, except `clock_trust` (`kmq clock`), `starts`, which
-            `kmq up` resets, the words of damage, which `kmq verify` writes too, and the row of a gateway, agent or
-            replica that has ended for good, which the supervisor completes. Readers: `kmq status`, the gateway, the probes, and
-            ingress for GET_ACK.
+            `kmq up` resets, the words on damage, which `kmq verify` writes too, and the row of a gateway, agent or
+            replica that has ended for good, which the supervisor completes. Readers: `kmq status`, the gateway, the
+            probes, and ingress for GET_ACK.
 Invariant   Durability's `seq` never names a record that is not on disk. A page of another data directory is always
             wiped before it is used. All other values are hints for people.
-            A histogram has one writer, which writes the sum and the number last: a reader finds at most as many times
-            in them as in the buckets.
+Roles       In a shard a row describes the role in force: each stage clears its words and times when its role ends.
 Versions    Fields and states are only ever appended, and 0 always means no value, so a page of an older release reads
-            as one without values there. Layout 2 calls the directory by another name than layout 1, so a program
-            of an older release finds another broker's page, not numbers in wrong places.
-Memory      Of incidents one case per event, and the events are names in our source; peer and reason are cut at
-            _LONGEST characters.
+            as one without values there. Each layout has a name of its own, so a program of an older release finds
+            another broker's page, not numbers in wrong places.
+Memory      Incidents keep one case per event, and our source fixes the events; peer and reason are cut at _LONGEST
+            characters.
 """
 
 import fcntl
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+from kmq.broker.histogram import WORDS, Histogram
 from kmq.config.intakes import MOST as MOST_INTAKES
 from kmq.config.settings import OWNER_WAIT_S, SHM, STAGES
 from kmq.errors import BusyError, ConfigError
@@ -40,108 +39,23 @@ TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would
 if TYPE_CHECKING:
     from kmq.config.intakes import IntakePort
 
-
-# --- histogram -------------------------------------------------------------------------------------------------------
-
-_FIRST_US = 64
-_SHIFT = 6  # log2 of _FIRST_US
-BUCKETS = 21
-WORDS = 24
-_LAST = BUCKETS - 1
-_SUM, _COUNT = BUCKETS, BUCKETS + 1
-BOUNDS_S = tuple((_FIRST_US << at) / 1e6 for at in range(_LAST))  # upper bounds of all buckets except the last
-
-
-class HistogramSnapshot:
-    """A histogram at one instant. `counts`: by bucket, not cumulative."""
-
-    __slots__ = ("count", "counts", "sum_s")
-
-    def __init__(self, counts: tuple[int, ...], sum_s: float, count: int) -> None:
-        self.counts, self.sum_s, self.count = counts, sum_s, count
-
-
-class Histogram:
-    """Times in buckets of doubling width: WORDS words of shared memory."""
-
-    __slots__ = ("_words",)
-
-    def __init__(self, words: memoryview | None = None) -> None:
-        if words is not None:
-            self.lie_in(words)
-
-    def lie_in(self, words: memoryview) -> None:
-        """Use these words from now on."""
-        self._words = words
-
-    def observe(self, seconds: float, n: int = 1) -> None:
-        """Count `n` events that took this long each."""
-        us = int(seconds * 1e6) if seconds > 0 else 0  # a clock that was set back takes no time
-        at = ((us - 1) >> _SHIFT).bit_length() if us > 0 else 0
-        words = self._words
-        words[at if at < _LAST else _LAST] += n
-        words[_SUM] += us * n
-        words[_COUNT] += n
-
-    def snapshot(self) -> HistogramSnapshot:
-        """Return the counts as they are now."""
-        sum_us, count = self._words[_SUM], self._words[_COUNT]
-        return HistogramSnapshot(tuple(self._words[:BUCKETS].tolist()), sum_us / 1e6, count)
-
-    def wipe(self) -> None:
-        """Forget all times."""
-        for at in range(WORDS):
-            self._words[at] = 0
-
-    def words(self) -> list[int]:
-        """Return a copy of all words."""
-        return self._words.tolist()
-
-    def take(self, words: Sequence[int]) -> None:
-        """Copy these words, which are those of another histogram."""
-        for at, word in enumerate(words):
-            self._words[at] = word
-
-
-def quantile(snapshot: HistogramSnapshot, q: float) -> float | None:
-    """Return the time in seconds that a share `q` of the events did not exceed; None without an event.
-
-    Within a bucket the events are taken to be spread evenly. The last bucket has no upper bound: its lower one is
-    given.
-    """
-    total = sum(snapshot.counts)
-    if not total:
-        return None
-    rank, below = q * total, 0
-    for at, count in enumerate(snapshot.counts):
-        if count and below + count >= rank:
-            low = BOUNDS_S[at - 1] if at else 0.0
-            high = BOUNDS_S[at] if at < _LAST else low
-            return low + (high - low) * max(0.0, rank - below) / count
-        below += count
-    return BOUNDS_S[-1]
-
-
-def difference(new: HistogramSnapshot, old: HistogramSnapshot) -> HistogramSnapshot:
-    """Return what was counted between two snapshots; all of `new` if the process was restarted in between."""
-    counts = tuple(later - earlier for later, earlier in zip(new.counts, old.counts, strict=True))
-    if new.count < old.count or min(counts) < 0:
-        return new
-    return HistogramSnapshot(counts, new.sum_s - old.sum_s, new.count - old.count)
+    Follower = tuple[str, dict[str, int]]  # a broker, and its FOLLOWER_FIELDS
 
 
 # --- page ------------------------------------------------------------------------------------------------------------
 
-_NAME, _DIRECTORY = "kmq-stats2", " directory="  # of the identity line
-_NAME_1, _DIRECTORY_1 = "kmq-stats", " data="  # of that of layout 1
+_NAME, _NAME_2 = "kmq-stats3", "kmq-stats2"  # of the identity line; of that of layout 2
+_DIRECTORY = " directory="  # of the identity line
 _TEXT = 1024  # bytes of the identity line
 _ROW = 64  # words of a row
 _FILE_BYTES = 8192
-_ROW_1, _FILE_BYTES_1 = 32, 4096  # of layout 1
 AGENT, REPLICA = "agent", "replica"
 _FRONT = (*STAGES, "gateway", AGENT)  # whose rows lie before the histograms
 PROCESSES = (*_FRONT, REPLICA)
 TIMED = {"ingress": "ack", "durability": "sync", "router": "routed"}  # process → what its histogram measures
+_STARTS = {name: _TEXT // 8 + at * _ROW for at, name in enumerate(_FRONT)}  # process → the first word of its row
+_HISTOGRAMS = _TEXT // 8 + len(_FRONT) * _ROW
+_STARTS[REPLICA] = _HISTOGRAMS + len(TIMED) * WORDS
 _POLL_S = 0.1
 RESTARTED_S = 600  # a process that has lived for so long is not in a loop of restarts; the kubelet counts so, too
 FRESH_S = 2.0  # a process without a heartbeat for longer is stopped, hung or dead
@@ -149,123 +63,190 @@ FRESH_S = 2.0  # a process without a heartbeat for longer is stopped, hung or de
 STATES = (
     *("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped", "data_missing"),
     "following",  # in a shard: another broker leads, and this process has nothing to do
-    "unled",  # in a shard: it waits for the replica, which knows no leader
+    "unled",  # in a shard: waits, because the replica knows no leader
 )
 ENDED = ("", "stopped", "data_missing")  # a predecessor's last state, if it was not killed while it had the row
 ADMISSIONS = ("", "disk_full", "quota", "not_enough_replicas")
 ROLES = ("", "waiting", "following", "starting", "leading")  # of a replica
 PROBLEMS = ("", "register_went_back", "register_unreadable")  # of a replica
-_FIELDS = (
+_SHARED = (  # the first words of each row
     "pid",  # as its own container sees it
     "started",  # CLOCK_MONOTONIC, ns
     "heartbeat",  # CLOCK_MONOTONIC, ns
     "state",  # index into STATES
+    "supervisor",  # pid of the supervisor that started it; 0: something else did
+    "starts",  # of this process since the page was made, or since the last `kmq up`
+    "unclean",  # 1: the predecessor of this process did not report its end, so it was killed or has crashed
+    "unclean_ends",  # how often the process, since the page was made, did not report its end
+    "restart_streak",  # restarts in a row, each within RESTARTED_S of the start before; `kmq up` begins at 0 again
+    "exit_code",  # with what code the process has ended; 0: it runs, or has ended in order
     "messages",  # moved since start
     "bytes",  # moved since start
-    "seq",  # framer: last numbered; durability: last on disk; router: last routed
-    "starts",  # of this process since the page was made, or since the last `kmq up`
+    "seq",  # framer: last numbered; durability: last on disk; router: last routed; replica: last that is committed
+    "connections",  # open now; of a replica, those of other replicas
     "refused",  # lines that became dead.malformed here
-    "connections",  # ingress: open now
     "dropped",  # messages named in dropped.log here
-    "unanswered",  # ingress: messages received that have no reply yet
-    "duplicates",  # framer: messages that were stored before; the reply names the old seq
-    "producers",  # framer: producer names remembered
-    "remembered",  # framer: arbitrary message ids remembered
-    "synced",  # durability: when the last sync returned, CLOCK_REALTIME, ns
-    "port",  # ingress, gateway: where it listens
+    "admission",  # index into ADMISSIONS: why ingress refuses new messages, what durability and the router wait for
+    "damage",  # damaged blocks or files that this process found since the page was made
+    "damage_at",  # unix seconds: when it found the last one
     "clock_offset",  # trusted time of day less CLOCK_MONOTONIC, ns, plus 2^62 (clock.py); it outlives the process
     "clock_suspect",  # CLOCK_MONOTONIC, ns, since when the present time of day is not trusted; 0: it is trusted
     "clock_trust",  # CLOCK_MONOTONIC, ns, when `kmq clock --trust` was last run
-    "askers",  # ingress: connections open on the ack port
-    "turned_away",  # ingress, gateway: connections and calls refused or ended because too many were open
-    "cut_off",  # ingress, gateway: connections and calls ended by a deadline
-    "unauthorized",  # ingress, gateway: connections and requests without a valid token
-    "supervisor",  # pid of the supervisor that started it; 0: something else did
-    "admission",  # index into ADMISSIONS: why ingress refuses new messages, what durability and the router wait for
-    "certificate_from",  # ingress, gateway, replica: unix seconds from which the server's certificate chain is valid
-    "certificate_until",  # and until which it is valid
-    "client_ca_until",  # ingress, gateway, replica: unix seconds until which client certificates can be valid
-    "epoch",  # agent: the last message of the Broadcast Queue that was processed
-    "newest",  # agent: the last message that it knows of
-    "failing",  # agent: 1 while a message cannot be processed; gateway: 1 while committed offsets cannot be read
-    "unclean",  # 1: the predecessor of this process did not report its end, so it was killed or has crashed
-    "oom_kills",  # durability: processes of its cgroup that the kernel killed for lack of memory, as the kernel counts
-    "damage",  # damaged blocks or files that this process found since the page was made
-    "damage_at",  # unix seconds: when it found the last one
-    "disk_free",  # bytes; this and the next five: ingress, when it last looked
-    "disk_size",
-    "inodes_free",
-    "inodes_total",  # 0: the file system does not count them
-    "quota_used",  # an upper bound of the bytes under KMQ_DATA
-    "quota_limit",  # KMQ_DATA_QUOTA
-    "errs_auth",  # ingress: `!err` for a missing or wrong token
-    "errs_format",  # ingress: `!err` for messages and hellos that are none, and what no other class has
-    "errs_limit",  # ingress: `!err` because a limit is reached: disk, quota, connections, producers, topics
-    "groups",  # gateway: consumer groups
-    "groups_stalled",  # gateway: those of them that have not moved for minutes though there are messages for them
-    "group_stalled_lag",  # gateway: the messages that these have before them
-    "tokens_missing",  # 1: the file KMQ_TOKENS is missing or cannot be read
-    "last_record",  # durability: unix ns at which the newest record was received that was there when it started
-    "unclean_ends",  # how often the process, since the page was made, did not report its end
-    "restart_streak",  # restarts in a row, each within RESTARTED_S of the start before; `kmq up` begins at 0 again
     "waits_since",  # CLOCK_MONOTONIC, ns: since when a block waits for room; agent, replica: since when Consul is gone
     "waited_at",  # CLOCK_MONOTONIC, ns: when the last of these waits ended
     "full_since",  # CLOCK_MONOTONIC, ns: the first of the waits that followed each other closely
-    "slow_syncs",  # durability: how many of its last 16 syncs were slow (stage.py)
-    "slow_sync_at",  # CLOCK_MONOTONIC, ns: when the last of them returned
-    "clock_behind",  # framer: seconds that the time of day is behind the last record
-    "oom_at",  # durability: unix seconds when `oom_kills` last grew
-    "errs_order",  # ingress: `!err` because of who sent before: fenced, id reused or too old, drop_oldest
-    "auth_missing",  # ingress, gateway: of `unauthorized`, those that showed no token
-    "auth_local",  # ingress: of `unauthorized`, those that wanted reserved topics without the local token
-    "oom_seen",  # durability: the kernel's count at the last look, plus 1
-    "exit_code",  # with what code the process has ended; 0: it runs, or has ended in order
 )
-_REPLICA_FIELDS = {  # the replica's own names for words; most of them have a meaning in the rows of others only
-    "hw": "seq",  # last seq that is committed
-    "last": "newest",  # last seq in its WAL
-    "followers": "connections",  # replicas that are connected to it
-    "problem": "failing",  # index into PROBLEMS
-    "role": "askers",  # index into ROLES; `epoch` and `version` are of the register that it has promised
-    "version": "duplicates",
-    "isr": "producers",  # how many replicas are in the ISR
-    "in_isr": "remembered",  # 1: it is one of them
-    "min_insync": "groups",
-    "brokers": "groups_stalled",  # of the shard
-    "elections": "turned_away",  # that it has carried out
-    "cut_records": "cut_off",  # that it has cut from the end of its WAL
-    "small_since": "waited_at",  # CLOCK_MONOTONIC, ns: since when a broker of the shard is not in the ISR
-    "behind_since": "full_since",  # CLOCK_MONOTONIC, ns: since when a follower is out of the ISR, or a leader's hw stands
+_OWN_AT = 32  # the first word that is specific to the process
+_SERVER = (  # of processes that listen to clients
+    "port",  # where it listens
+    "turned_away",  # connections and calls refused or ended because too many were open
+    "cut_off",  # connections and calls ended by a deadline
+    "unauthorized",  # connections and requests without a valid token
+    "auth_missing",  # those of `unauthorized` without a token
+    "auth_local",  # those of `unauthorized` that wanted reserved topics without the local token
+    "tokens_missing",  # 1: the file KMQ_TOKENS is missing or cannot be read
+)
+_TLS = (
+    "certificate_from",  # unix seconds from which the server's certificate chain is valid
+    "certificate_until",  # and until which it is valid
+    "client_ca_until",  # unix seconds until which client certificates can be valid
+)
+_OWN: dict[str, tuple[str, ...]] = {  # the words from _OWN_AT on
+    "ingress": (
+        *_SERVER,
+        *_TLS,
+        "askers",  # connections open on the ack port
+        "unanswered",  # messages received that have no reply yet
+        "disk_free",  # bytes; this and the next five: when it last looked
+        "disk_size",
+        "inodes_free",
+        "inodes_total",  # 0: the file system does not count them
+        "quota_used",  # an upper bound of the bytes under KMQ_DATA
+        "quota_limit",  # KMQ_DATA_QUOTA
+        "errs_auth",  # `!err` for a missing or wrong token
+        "errs_format",  # `!err` for invalid messages and hellos, and for all that no other class has
+        "errs_limit",  # `!err` because a limit is reached: disk, quota, connections, producers, topics
+        "errs_order",  # `!err` because of earlier messages: fenced, id reused or too old, drop_oldest
+    ),
+    "framer": (
+        "duplicates",  # messages that were stored before; the reply names the old seq
+        "producers",  # producer names remembered
+        "remembered",  # arbitrary message ids remembered
+        "clock_behind",  # seconds that the time of day is behind the last record
+        "kafka_producers",  # of `producers`, those of Kafka's clients
+    ),
+    "durability": (
+        "synced",  # when the last sync returned, CLOCK_REALTIME, ns
+        "last_record",  # unix ns at which the newest record was received that was there when it started
+        "slow_syncs",  # how many of its last 16 syncs were slow (stage.py)
+        "slow_sync_at",  # CLOCK_MONOTONIC, ns: when the last of them returned
+        "oom_kills",  # processes of its cgroup that the kernel killed for lack of memory, as the kernel counts
+        "oom_at",  # unix seconds when `oom_kills` last grew
+        "oom_seen",  # the kernel's count at the last look, plus 1
+    ),
+    "router": (),
+    "gateway": (
+        *_SERVER,
+        *_TLS,
+        "failing",  # 1 while committed offsets cannot be read
+        "doors_closed",  # a bit for each of ports.GATEWAY_DOORS that could not be opened
+        "groups",  # consumer groups
+        "groups_stalled",  # groups that have not moved for minutes although messages wait for them
+        "group_stalled_lag",  # the lag of these groups, in messages
+        "groups_crashing",  # groups whose members repeatedly die before they commit
+        "letters_refused",  # messages whose dead letters are refused for good
+        "nacked_waiting",  # nacked messages in partitions whose owners use Kafka's protocol
+        "kafka_port",  # 0: it has no door for Kafka's clients
+        "kafka_connections",  # open now
+        "kafka_cached",  # batches sent to consumers as they were produced
+        "kafka_rendered",  # batches made from stored lines
+        "kafka_misdirected",  # clients that ask for the broker's address and never connect to it
+    ),
+    AGENT: (
+        "epoch",  # the last message of the Broadcast Queue that was processed
+        "newest",  # the last message that it knows of
+        "failing",  # 1 while a message cannot be processed
+    ),
+    REPLICA: (
+        *_TLS,
+        "role",  # index into ROLES; `epoch` and `version` are of the register that it has promised
+        "epoch",
+        "version",
+        "problem",  # index into PROBLEMS
+        "last",  # last seq in its WAL
+        "brokers",  # of the shard
+        "min_insync",
+        "isr",  # how many replicas are in the ISR
+        "in_isr",  # 1: it is one of them
+        "isr_replaced",  # 1: all brokers of the ISR run with other directories (kmq/replica/shard.py)
+        "elections",  # carried out by it
+        "cut_records",  # cut from the end of its WAL
+        "small_since",  # CLOCK_MONOTONIC, ns: since when a broker of the shard is not in the ISR
+        "behind_since",  # CLOCK_MONOTONIC, ns: since when a follower is out of the ISR, or a leader's seq does not rise
+    ),
 }
-_KAFKA_FIELDS = {  # the same for the gateway, of its door for Kafka's clients; `kafka_producers`: for the framer
-    "kafka_port": "epoch",  # 0: it has no such door
-    "kafka_connections": "askers",  # open now
-    "kafka_cached": "duplicates",  # batches that consumers got as they were produced
-    "kafka_rendered": "newest",  # and those that were made from lines
-    "kafka_misdirected": "unanswered",  # clients that ask where the broker is and never come to the address they are told
-    "kafka_producers": "askers",  # of `producers`, those of Kafka's clients
-}
+_FIELDS_2 = (  # the words of each row in layout 2
+    *(
+        "pid",
+        "started",
+        "heartbeat",
+        "state",
+        "messages",
+        "bytes",
+        "seq",
+        "starts",
+        "refused",
+        "connections",
+        "dropped",
+    ),
+    *("unanswered", "duplicates", "producers", "remembered", "synced", "port", "clock_offset", "clock_suspect"),
+    *("clock_trust", "askers", "turned_away", "cut_off", "unauthorized", "supervisor", "admission", "certificate_from"),
+    *("certificate_until", "client_ca_until", "epoch", "newest", "failing", "unclean", "oom_kills", "damage"),
+    *("damage_at", "disk_free", "disk_size", "inodes_free", "inodes_total", "quota_used", "quota_limit", "errs_auth"),
+    *("errs_format", "errs_limit", "groups", "groups_stalled", "group_stalled_lag", "tokens_missing", "last_record"),
+    *("unclean_ends", "restart_streak", "waits_since", "waited_at", "full_since", "slow_syncs", "slow_sync_at"),
+    *("clock_behind", "oom_at", "errs_order", "auth_missing", "auth_local", "oom_seen", "exit_code"),
+)
 INTAKE_FIELDS = (
     "port",  # where it listens; 0: it does not
     "lines",  # taken since ingress was started
     "bytes",  # of these lines
     "connections",  # open now
-    "dropped",  # datagrams that the kernel could not keep until ingress read them
-    "refused",  # connections and datagrams of addresses that KMQ_INTAKES_FROM does not have
+    "dropped",  # datagrams dropped by the kernel before ingress read them
+    "refused",  # connections and datagrams from addresses outside KMQ_INTAKES_FROM
 )
 _INTAKE = 8  # words
+FOLLOWER_FIELDS = (
+    "connected",  # 1: it follows this leader
+    "in_isr",  # 1: it is in the ISR
+    "ack_delay_us",  # from a block that is sent to its confirmation, smoothed; 0: nothing was measured yet
+    "slow_since",  # CLOCK_MONOTONIC, ns: since when its delay is a multiple of the others'; 0: it is not
+    "lag",  # records on the leader's disk that it has not confirmed
+)
+_FOLLOWER, _FOLLOWER_NAME, _MOST_FOLLOWERS = 16, 8, 4  # words, words of the name, brokers of a shard except the leader
+TRENDS = (  # what the gateway judges over minutes (kmq/gateway/core/trends.py); only ever appended
+    *("flapping", "dropped", "refused", "errors", "unauthorized", "turned_away"),
+    *("slow_acks", "slow_sync", "disk_fills", "quota_fills"),
+    *("lag_grows", "compactor_behind", "agent_behind", "agent_disconnected"),
+)
+_TREND = 2  # words: the figures that the finding names; the first is 0 while the trend is not in force
 _LASTING = (
     *("starts", "clock_offset", "clock_suspect", "clock_trust"),
     *("unclean", "unclean_ends", "damage", "damage_at"),
     *("restart_streak", "oom_kills", "oom_at", "oom_seen"),
 )
+_OF_PROCESS = ("pid", "started", "heartbeat", "state", "supervisor")  # in a shard these outlive a role
 
 
 class Row:
-    """The words of one process: each of _FIELDS is an attribute that reads and writes shared memory."""
+    """The words of one process, as attributes that read and write shared memory: the shared words, and its own.
+
+    page.rows["framer"].producers = 3; `page.rows["router"].producers` is an AttributeError
+    """
 
     __slots__ = ("_words", "times")
     _words: memoryview
+    fields: dict[str, int]  # name → number of the word
     times: Histogram | None  # of a process in TIMED
 
     if TYPE_CHECKING:
@@ -318,7 +299,7 @@ class Row:
         return self._words.tolist()
 
     def take(self, words: list[int]) -> None:
-        """Copy these words, which are those of another row, into this row."""
+        """Copy the words of another row into this row."""
         for at, word in enumerate(words):
             self._words[at] = word
 
@@ -340,13 +321,13 @@ class Row:
         self.state = STATES.index("stopped")
 
     def wait_for_data(self, supervisor: int) -> None:
-        """Say that this process waits for the data directory, before it may take the row of its predecessor."""
+        """Report that this process waits for the data directory, before it may take its predecessor's row."""
         self.pid, self.supervisor = os.getpid(), supervisor
         self.heartbeat = time.monotonic_ns()
         self.state = STATES.index("data_missing")
 
     def end_of(self, pid: int, supervisor: int, exit_code: int) -> None:
-        """Report the end of a process that could not do so itself, for example because it has ended before it began."""
+        """Report the end of a process that could not do so itself, for example because it failed before its start."""
         if self.pid != pid:
             self.wipe()
             self.pid, self.supervisor = pid, supervisor
@@ -354,20 +335,21 @@ class Row:
         self.end(exit_code)
 
     def _streak(self) -> int:
-        """Return how often the process, with this start, was restarted soon after a start."""
+        """Return the number of quick restarts in a row, including this start."""
         is_soon = self.starts and self.started and time.monotonic_ns() - self.started < RESTARTED_S * 1_000_000_000
         return self.restart_streak + 1 if is_soon else 0
 
-    def wipe(self) -> None:
-        """Forget everything of a predecessor except the fields that outlive a process."""
-        for at, name in enumerate(_FIELDS):
-            if name not in _LASTING:
+    def wipe(self, kept: Collection[str] = ()) -> None:
+        """Forget everything of a predecessor except the fields that outlive a process, and those in `kept`."""
+        lasting = {self.fields[name] for name in (*_LASTING, *kept) if name in self.fields}
+        for at in range(_ROW):
+            if at not in lasting:
                 self._words[at] = 0
         if self.times is not None:
             self.times.wipe()
 
     def found_damage(self, count: int = 1) -> None:
-        """Count damage that was found now."""
+        """Count damage, found now."""
         self.damage += count
         self.damage_at = int(time.time())
 
@@ -383,11 +365,16 @@ def _word(at: int) -> property:
     return property(get, put)
 
 
-# Properties: every stage reads and writes some words in each turn, and __getattr__ would take seven times as long.
-for _at, _name in enumerate(_FIELDS):
-    setattr(Row, _name, _word(_at))
-for _name, _same in (_REPLICA_FIELDS | _KAFKA_FIELDS).items():
-    setattr(Row, _name, _word(_FIELDS.index(_same)))
+def _row_of(process: str) -> type[Row]:
+    """Return the class of a process's row: with properties, because __getattr__ would take seven times as long."""
+    fields = {name: at for at, name in enumerate(_SHARED)} | {
+        name: _OWN_AT + at for at, name in enumerate(_OWN[process])
+    }
+    words = {name: _word(at) for name, at in fields.items()}
+    return type(f"{process.capitalize()}Row", (Row,), {"__slots__": (), "fields": fields, **words})
+
+
+ROWS = {process: _row_of(process) for process in PROCESSES}
 
 
 class StatsPage:
@@ -403,7 +390,7 @@ class StatsPage:
             if not self._is_ours():
                 self._take_over(instance)
                 found = self._as_found()._mm
-                same = found[:_TEXT] == self._identity  # the same directory in layout 1
+                same = found[:_TEXT] == self._identity  # the same directory in layout 2
                 self._mm[0:_FILE_BYTES] = bytes(found if same else self._identity.ljust(_FILE_BYTES, b"\0"))
 
     @contextmanager
@@ -448,7 +435,7 @@ class StatsPage:
         return self._mm[:_TEXT] == self._identity
 
     def copy(self) -> "StatsPage":
-        """Return a read-only copy of the page as it is now, so that several questions get answers that agree."""
+        """Return a read-only copy of the page as it is now, so that all values read from it agree."""
         page = _unmapped(self.path)
         page._lie_in(bytearray(self._mm))
         return page
@@ -459,18 +446,25 @@ class StatsPage:
     def _lie_in(self, memory: mmap.mmap | bytearray) -> None:
         self._mm = memory
         words = memoryview(memory).cast("Q")
-        start = _TEXT // 8
-        for name in _FRONT:
+        for name, start in _STARTS.items():
             self.rows[name].lie_in(words[start : start + _ROW])
-            start += _ROW
-        for what in TIMED.values():
-            self.histogram(what).lie_in(words[start : start + WORDS])
-            start += WORDS
-        self.rows[REPLICA].lie_in(words[start : start + _ROW])
-        self._intakes = words[start + _ROW : start + _ROW + MOST_INTAKES * _INTAKE]
+        for at, what in enumerate(TIMED.values()):
+            self.histogram(what).lie_in(words[_HISTOGRAMS + at * WORDS : _HISTOGRAMS + (at + 1) * WORDS])
+        start = _STARTS[REPLICA] + _ROW
+        self._intakes = words[start : start + MOST_INTAKES * _INTAKE]
+        start += MOST_INTAKES * _INTAKE
+        self._followers = words[start : start + _MOST_FOLLOWERS * _FOLLOWER]
+        start += _MOST_FOLLOWERS * _FOLLOWER
+        self._trends = words[start : start + len(TRENDS) * _TREND]
+
+    def leave_role(self, process: str) -> None:
+        """In a shard, clear what a process published in a role that has ended: a row describes the role in force."""
+        self.rows[process].wipe(_OF_PROCESS)
+        if process == "ingress":
+            self.publish_intakes([[0] * len(INTAKE_FIELDS)] * MOST_INTAKES)
 
     def publish_intakes(self, counts: Sequence[Sequence[int]]) -> None:
-        """Write what the intakes have counted: for each of them the values of INTAKE_FIELDS. Ingress does that."""
+        """Write the counters of the intakes, for each the values of INTAKE_FIELDS. For ingress."""
         for at, values in enumerate(counts):
             for word, value in enumerate(values):
                 self._intakes[at * _INTAKE + word] = value
@@ -483,8 +477,42 @@ class StatsPage:
             for spec, row in zip(specs, rows, strict=False)
         ]
 
+    def publish_followers(self, found: "Sequence[Follower]") -> None:
+        """Write what the leader of a shard knows of its other brokers. For the replica."""
+        for at in range(_MOST_FOLLOWERS):
+            name, values = found[at] if at < len(found) else ("", {})
+            words = [values.get(field, 0) for field in FOLLOWER_FIELDS]
+            words += [0] * (_FOLLOWER - _FOLLOWER_NAME - len(words))
+            words += memoryview(name.encode().ljust(8 * _FOLLOWER_NAME, b"\0")).cast("Q").tolist()
+            for word, value in enumerate(words):
+                self._followers[at * _FOLLOWER + word] = value
+
+    def followers(self) -> "list[Follower]":
+        """Return name and FOLLOWER_FIELDS of each other broker of the shard that this one leads."""
+        found = []
+        for at in range(_MOST_FOLLOWERS):
+            words = self._followers[at * _FOLLOWER : (at + 1) * _FOLLOWER]
+            name = bytes(words[_FOLLOWER_NAME:]).rstrip(b"\0").decode(errors="replace")
+            if name:
+                found.append((name, dict(zip(FOLLOWER_FIELDS, words.tolist(), strict=False))))
+        return found
+
+    def publish_trend(self, code: str, figure: int = 0, other: int = 0) -> None:
+        """Write the figures of one of TRENDS; without figures the trend is not in force. For the gateway."""
+        at = TRENDS.index(code) * _TREND
+        self._trends[at], self._trends[at + 1] = figure, other
+
+    def trends(self) -> dict[str, tuple[int, int]]:
+        """Return the trends in force with their figures; {} without a running gateway."""
+        row = self.rows["gateway"]
+        if row.silence() or row.state_name == "stopped":
+            return {}
+        words = self._trends.tolist()
+        found = {code: (words[at * _TREND], words[at * _TREND + 1]) for at, code in enumerate(TRENDS)}
+        return {code: figures for code, figures in found.items() if figures[0]}
+
     def histogram(self, what: str) -> Histogram:
-        """Return the histogram of one of the values of TIMED. As a row, it stays when the page moves to another file."""
+        """Return the histogram of one of the values of TIMED. Like a row, it follows the page to another file."""
         times = next(self.rows[name].times for name in TIMED if TIMED[name] == what)
         assert times is not None
         return times
@@ -514,7 +542,7 @@ class StatsPage:
 
     def _as_found(self) -> "StatsPage":
         """Return the page as this release understands it."""
-        old = _converted(self._mm[:_FILE_BYTES_1])
+        old = _converted(self._mm[:_FILE_BYTES])
         if old is None:
             return self
         page = _unmapped(self.path)
@@ -523,13 +551,13 @@ class StatsPage:
 
     @property
     def is_in_use(self) -> bool:
-        """Return True if a process of it was alive a moment ago."""
+        """Return True if a process of the page was alive a moment ago."""
         rows = self.rows.values()
         return any(row.heartbeat and row.age_s < OWNER_WAIT_S and row.state_name not in ENDED for row in rows)
 
 
 def _rows() -> dict[str, Row]:
-    return {name: Row(Histogram() if name in TIMED else None) for name in PROCESSES}
+    return {name: row(Histogram() if name in TIMED else None) for name, row in ROWS.items()}
 
 
 def _identity(data_id: str, data: str) -> bytes:
@@ -537,15 +565,17 @@ def _identity(data_id: str, data: str) -> bytes:
 
 
 def _converted(page: bytes | bytearray) -> bytearray | None:
-    """Convert a layout 1 page to layout 2. Return None for any other bytes."""
-    text = page[:_TEXT]
-    if not text.startswith(f"{_NAME_1} ".encode()):
+    """Convert a layout 2 page to layout 3: what has the same name in both. Return None for any other bytes."""
+    if not page.startswith(f"{_NAME_2} ".encode()):
         return None
-    text = text.replace(_NAME_1.encode(), _NAME.encode(), 1).replace(_DIRECTORY_1.encode(), _DIRECTORY.encode(), 1)
-    made = bytearray(text[:_TEXT].ljust(_FILE_BYTES, b"\0"))
-    for at in range(len(_FRONT)):
-        old, new = _TEXT + at * 8 * _ROW_1, _TEXT + at * 8 * _ROW
-        made[new : new + 8 * _ROW_1] = page[old : old + 8 * _ROW_1]
+    made = bytearray(page.replace(_NAME_2.encode(), _NAME.encode(), 1))
+    found, words = _unmapped(""), memoryview(page).cast("Q")
+    found._lie_in(made)
+    for name, at in _STARTS.items():
+        old, row = dict(zip(_FIELDS_2, words[at : at + _ROW], strict=True)), found.rows[name]
+        row.take([0] * _ROW)
+        for field, word in row.fields.items():
+            row._words[word] = old.get(field, 0)
     return made
 
 
@@ -556,7 +586,7 @@ def _unmapped(path: str) -> StatsPage:
 
 
 def peek(instance: str, shm: str = SHM) -> StatsPage | None:
-    """Return the page of an instance, to be read only; None if there is none. `shm`: the /dev/shm of another pod."""
+    """Return the page of an instance, read-only; None if it has no page. `shm`: the /dev/shm of another pod."""
     page = _unmapped(f"{shm}/{instance}.stats")
     try:
         fd = os.open(page.path, os.O_RDWR | os.O_CLOEXEC)
@@ -564,13 +594,11 @@ def peek(instance: str, shm: str = SHM) -> StatsPage | None:
         return None
     try:
         size = os.fstat(fd).st_size
-        if size < _FILE_BYTES_1:
+        if size < _FILE_BYTES:
             return None
-        old = _converted(os.pread(fd, _FILE_BYTES_1, 0))
+        old = _converted(os.pread(fd, _FILE_BYTES, 0))
         if old is not None:
             page._lie_in(old)
-        elif size < _FILE_BYTES:
-            return None
         else:
             page._map(fd)
     finally:
@@ -591,7 +619,7 @@ class Incidents:
         self._noted: dict[str, tuple[int, str, str]] = {}  # event → how often; last peer and reason
 
     def note(self, event: str, peer: str, reason: str) -> None:
-        """Count an event, and keep this case for its log line."""
+        """Count an event, and keep peer and reason for its log line."""
         count = self._noted[event][0] if event in self._noted else 0
         self._noted[event] = (count + 1, peer[:_LONGEST], reason[:_LONGEST])
 
@@ -614,12 +642,12 @@ class Strangers:
         self.note("turned_away", peer, reason)
 
     def cut_off(self, peer: str, reason: str) -> None:
-        """Note that a peer's connection was ended, because it missed a deadline or does not read its responses."""
+        """Note an ended connection: it missed a deadline, read no responses, or spoke HTTP or TLS to a line port."""
         self._row.cut_off += 1
         self.note("cut_off", peer, reason)
 
     def refuse(self, peer: str, reason: str, without: str = "") -> None:
-        """Note that a peer has no valid token. `without`: "token" if it showed none, "local" if it lacks the local one."""
+        """Note that a peer has no valid token. `without`: "token" without any token, "local" without the local one."""
         self._row.unauthorized += 1
         if without == "token":
             self._row.auth_missing += 1

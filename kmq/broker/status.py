@@ -1,4 +1,4 @@
-"""What `kmq status` shows: the state of each process, how fast it goes, what waits in each link. Only reads.
+"""What `kmq status` shows: the state and rates of each process, and what waits in each link. Read-only.
 
 Invariant   `kmq status`, `kmq top`, the console and /metrics show the same number for the same thing: they all read here.
 Memory      Samples of the last LATENCY_S, some hundred numbers each.
@@ -12,9 +12,12 @@ from typing import NamedTuple
 
 import kmq
 from kmq.access.certificate import utc
-from kmq.broker import clock, stats
-from kmq.broker.health import LIFELESS, Finding, Verdict, judge, state_of
-from kmq.broker.stats import AGENT, REPLICA, TIMED, HistogramSnapshot, Row, StatsPage, difference, peek
+from kmq.broker import clock
+from kmq.broker.concerns import Finding
+from kmq.broker.health import LIFELESS, Verdict, judge, state_of
+from kmq.broker.histogram import HistogramSnapshot, difference, quantile
+from kmq.broker.ports import closed_doors
+from kmq.broker.stats import AGENT, REPLICA, TIMED, Row, StatsPage, peek
 from kmq.broker.supervisor import Supervision, taken
 from kmq.config.intakes import IntakePort
 from kmq.config.settings import STAGES, Settings
@@ -44,7 +47,7 @@ class LinkStatus:
 
 
 def look(settings: Settings) -> list[LinkStatus]:
-    """Return all links, in the order in which a message passes them; none if there is no FIFO."""
+    """Return all links, in the order in which a message passes them; [] if there is no FIFO."""
     try:
         raw = os.open(f"{settings.pipes}/raw", os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -72,13 +75,13 @@ class _Sample(NamedTuple):
 
 
 class StagePace:
-    """How fast the stages go, and how long things take: from samples of the stats page, of the last LATENCY_S."""
+    """Rates and latencies of the stages, from samples of the stats page over the last LATENCY_S."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
 
     def add(self, page: StatsPage | None, intakes: Sequence[IntakePort] = ()) -> None:
-        """Take a sample. `page`: None if the broker is down, which forgets all samples. `intakes`: its KMQ_INTAKES."""
+        """Take a sample. `page`: None if the broker is down, which clears all samples. `intakes`: its KMQ_INTAKES."""
         if page is None:
             self._samples.clear()
             return
@@ -113,7 +116,7 @@ class StagePace:
         return rates
 
     def intakes(self, seconds: float) -> list[dict[str, object]]:
-        """Return what each intake has counted, with its lines and bytes a second; null until they are known."""
+        """Return what each intake has counted, with its lines and bytes a second (at first None)."""
         if not self._samples:
             return []
         now = self._samples[-1].intakes
@@ -121,14 +124,14 @@ class StagePace:
         spent_s = new.at - old.at
         rows: list[dict[str, object]] = []
         for row, was in zip(now, old.intakes, strict=False):
-            is_new = int(row["lines"]) < int(was["lines"])  # an ingress that was started since counts from 0
+            is_new = int(row["lines"]) < int(was["lines"])  # a restarted ingress counts from 0
             more = [int(row[name]) - (0 if is_new else int(was[name])) for name in ("lines", "bytes")]
             rate, bytes_rate = (round(count / spent_s, 1) if spent_s else None for count in more)
             rows.append({**row, "rate": rate, "bytes_rate": bytes_rate})
         return rows
 
     def latency(self, seconds: float = LATENCY_S) -> dict[str, Latency | None]:
-        """Return p50 and p99 of what was measured in the last `seconds`; None where nothing was."""
+        """Return p50 and p99 of the last `seconds`; None without a measurement."""
         span = self._span(seconds)
         if span is None:
             return dict.fromkeys(TIMED.values())
@@ -137,7 +140,7 @@ class StagePace:
 
 
 def _quantiles(times: HistogramSnapshot) -> Latency | None:
-    p50, p99 = stats.quantile(times, 0.5), stats.quantile(times, 0.99)
+    p50, p99 = quantile(times, 0.5), quantile(times, 0.99)
     return None if p50 is None or p99 is None else {"p50": p50, "p99": p99, "count": times.count}
 
 
@@ -161,7 +164,7 @@ class StageStatus:
         self.rate = 0.0
 
     def fields(self) -> dict[str, object]:
-        """Return what JSON shows: when it was started in unix seconds, by the time of day of now."""
+        """Return what JSON shows; the start in unix seconds, by the present time of day."""
         age_s = (time.monotonic_ns() - self.begun) / 1e9
         shown = {name: value for name, value in vars(self).items() if name != "begun"}
         return shown | {"started": round(time.time() - age_s, 3) if self.begun else None}
@@ -171,19 +174,21 @@ class BrokerStatus:
     """The whole broker at one moment."""
 
     def __init__(self, instance: str, verdict: Verdict, supervisor: str) -> None:
-        """Of a broker that does not run; `collect` adds what a running broker has."""
+        """Make the status of a broker that is down; `collect` adds what a running broker has."""
         self.as_of, self.instance, self.verdict = time.time(), instance, verdict
         self.supervisor = supervisor  # up, killed, other or down
         self.stages: list[StageStatus] = []
         self.gateway: StageStatus | None = None
         self.agent: StageStatus | None = None
         self.replica: StageStatus | None = None
-        self.role = ""  # of the replica, with what goes with it
+        self.role = ""  # of the replica, with its details
+        self.followers: list[dict[str, object]] = []  # of the shard that this broker leads
         self.backlog: dict[str, int] = {}
         self.links: list[LinkStatus] = []
         self.intakes: list[dict[str, int | str]] = []
-        self.kafka: dict[str, int] | None = None  # the port for Kafka's clients; None: there is none
+        self.kafka: dict[str, int] | None = None  # the port for Kafka's clients; None: there is no such port
         self.latency: dict[str, Latency | None] = dict.fromkeys(TIMED.values())
+        self.closed: list[str] = []  # ports of the gateway that another program uses
         self.clock = ""  # why the time of day is not trusted, and what to do; "": it is trusted
 
     @property
@@ -196,7 +201,7 @@ class BrokerStatus:
 
 
 def page_of(settings: Settings) -> StatsPage | None:
-    """Return a copy of the stats page of these settings; None if there is none, or another broker's."""
+    """Return a copy of the stats page of these settings; None if it is missing or another broker's."""
     page = peek(settings.instance)
     # A copy: a process that becomes ready meanwhile must not appear as ready here and as starting there.
     return page.copy() if page is not None and page.serves(settings.data) else None
@@ -214,9 +219,11 @@ def collect(settings: Settings) -> BrokerStatus:
         StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT, REPLICA)
     )
     status.role = _role(page.rows[REPLICA])
+    status.followers = _followers(page)
     status.links = look(settings)
     status.intakes = page.intakes(settings.intakes)
     status.kafka = _kafka(page)
+    status.closed = closed_doors(page.rows["gateway"].doors_closed)
     status.backlog = {"raw_bytes": sum(link.bytes for link in status.links if link.name in ("raw", received.NAME))}
     status.backlog |= {f"{name}_messages": layout.backlog(settings.instance, name) for name in layout.RINGS}
     status.latency = {what: _quantiles(page.histogram(what).snapshot()) for what in TIMED.values()}  # since their start
@@ -238,6 +245,23 @@ def _role(row: Row) -> str:
     if not row.version:
         return row.role_name
     return f"{row.role_name}, epoch {row.epoch}, ISR {row.isr}/{row.brokers}"
+
+
+def _followers(page: StatsPage) -> list[dict[str, object]]:
+    row = page.rows[REPLICA]
+    if row.role_name not in ("starting", "leading") or row.silence() or row.state_name == "stopped":
+        return []
+    return [
+        {
+            "broker": name,
+            "connected": bool(each["connected"]),
+            "in_isr": bool(each["in_isr"]),
+            "ack_delay": each["ack_delay_us"] / 1e6 if each["ack_delay_us"] else None,
+            "slow": bool(each["slow_since"]),
+            "lag": each["lag"] if each["connected"] else None,
+        }
+        for name, each in page.followers()
+    ]
 
 
 def _kafka(page: StatsPage) -> dict[str, int] | None:
@@ -304,6 +328,10 @@ def logfmt(status: BrokerStatus) -> str:
     ]
     verdict = status.verdict
     lines += [pairs(intake=each["topic"], **{k: v for k, v in each.items() if k != "topic"}) for each in status.intakes]
+    lines += [
+        pairs(follower=each["broker"], **{k: _plain(v) for k, v in each.items() if k != "broker"})
+        for each in status.followers
+    ]
     if status.kafka is not None:
         lines.append(pairs(kafka=status.kafka["port"], **{k: v for k, v in status.kafka.items() if k != "port"}))
     lines += [pairs(links="backlog", **status.backlog), pairs(broker="ready" if verdict.ready else "not_ready")]
@@ -311,6 +339,10 @@ def logfmt(status: BrokerStatus) -> str:
     lines += [pairs(reason=r.code, about=r.about, why=r.why, advice=r.advice) for r in verdict.reasons]
     lines += [pairs(warning=w.code, about=w.about, why=w.why, advice=w.advice) for w in verdict.warnings]
     return "\n".join(lines)
+
+
+def _plain(value: object) -> object:
+    return int(value) if isinstance(value, bool) else "-" if value is None else value
 
 
 def as_json(status: BrokerStatus) -> dict[str, object]:
@@ -333,6 +365,7 @@ def as_json(status: BrokerStatus) -> dict[str, object]:
         "links": [link.fields() for link in status.links],
         "intakes": status.intakes,
         "kafka": status.kafka,
+        "followers": status.followers,
         "latency": status.latency,
         "clock": status.clock or "trusted",
         "supervisor": status.supervisor,

@@ -5,18 +5,18 @@ only in a shard (KMQ_SHARD).
 
 Owner       pipes/supervisor.owner: one supervisor per broker.
 Invariant   A stage that ends is always restarted while the others run: at once the first time, then after a growing
-            pause if it keeps dying young. An exit code that says that a restart cannot help (errors.py) stops the
-            broker with that code. A gateway, agent or replica with such a code stays down alone: messages are accepted without.
-            A process that cannot be started (no memory, no free pid) is tried again after the same pauses. The
+            pause if it keeps dying young. An exit code for which a restart cannot help (errors.py) stops the broker
+            with that code. A gateway, agent or replica with such a code stays down alone, because messages are accepted
+            without it. A process that cannot be started (no memory, no free pid) is retried after the same pauses. The
             supervisor never ends before its processes, whatever fails in it.
 Stop        SIGTERM, Ctrl-C and a closed terminal mean the same: every process gets one SIGTERM, and the stages drain
             from the front by themselves. Each process has its own session, so that the signals of a terminal reach only
-            the supervisor: a second signal would end a stage at once. A second Ctrl-C while they drain ends all
-            processes by SIGKILL. Where a process had to be killed, the exit code is not 0.
+            the supervisor: a second signal would end a stage at once. A second Ctrl-C while they drain kills all
+            processes by SIGKILL. If a process had to be killed, the exit code is not 0.
             A stage that our supervisor did not start is never told to stop: its starter (a kubelet, systemd, a shell)
             would start it again, or still need it.
 Found       by its lock. A stage that our supervisor has started also holds the supervisor's pid in its row of the stats
-            page, which shows the supervisor where KMQ_PIPES is not the directory that `kmq up` used.
+            page, so the supervisor is found even if KMQ_PIPES differs from the directory that `kmq up` used.
 Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page. The gateway
             and the agent end.
 """
@@ -29,8 +29,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kmq.broker.concerns import is_in_pod
 from kmq.broker.data_directory import AGAIN, known_id
-from kmq.broker.health import is_in_pod, is_process
+from kmq.broker.health import is_process, is_supervisor
 from kmq.broker.stats import AGENT, REPLICA, StatsPage, peek
 from kmq.config.settings import GRACE_S, STAGES, Settings, load
 from kmq.errors import (
@@ -92,7 +93,7 @@ class Supervisor:
         self.children = [_Child(name, module, "--with", str(os.getpid())) for name, module in modules.items()]
         self.stopping_since = 0.0
         self.exit_code = EXIT_OK
-        self.is_misplaced = False  # whether the lock file, or the stats page, is missing and could not be made again
+        self.is_misplaced = False  # True if the lock file or the stats page was removed and could not be made again
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("KMQ_", "RB_"))}
         self.environment = kept | settings.environment()
 
@@ -114,7 +115,7 @@ class Supervisor:
             row.starts = row.exit_code = 0  # and with the starts the streak of restarts
         for name in {"gateway", AGENT, REPLICA} - {child.name for child in self.children}:
             if not is_process(page.rows[name].pid, name):
-                page.rows[name].wipe()  # of one that was killed: nothing comes that would take over its row
+                page.rows[name].wipe()  # of a killed process: no successor takes over its row
         self._remove_drained_rings()
         while not self._all_gone():
             try:
@@ -134,7 +135,7 @@ class Supervisor:
         return self.exit_code
 
     def _give_up(self, err: KmqError | OSError | MemoryError) -> None:
-        """Stop the broker in order after an error of the supervisor itself: nothing may run on without it."""
+        """Stop the broker in order after an error of the supervisor itself: no process may run without it."""
         error = err if isinstance(err, KmqError) else of_os_error(err) if isinstance(err, OSError) else RetryError(err)
         if not self.stopping_since:
             self.log.error("failed", exit_code=error.exit_code, reason=error, effect="the broker stops")
@@ -189,7 +190,7 @@ class Supervisor:
                 child.pid = 0
                 self._ended(child, os.waitstatus_to_exitcode(status))
                 row = page.rows[child.name]
-                # If its process lives, others have started that one.
+                # If a process of this name lives, something else has started it.
                 if child.due == _NEVER and not is_process(row.pid, child.name):
                     row.end_of(pid, os.getpid(), os.waitstatus_to_exitcode(status))
 
@@ -263,7 +264,7 @@ class Supervisor:
             from kmq.links import role
 
             role.remove(self.settings.instance)
-        names = layout.RINGS  # what lies in `received` is spoken of there, or in a FIFO that has no stage now
+        names = layout.RINGS  # bytes in `received` count there, or are named in a FIFO that has no stage now
         if layout.is_drained(self.settings.instance, *names):
             # BusyError: a stage outlived its supervisor. The new stage will name it in an error and end.
             with contextlib.suppress(BusyError):
@@ -272,10 +273,8 @@ class Supervisor:
 
 
 # --- supervision -----------------------------------------------------------------------------------------------------
-# Who started this broker, and in which directory: `kmq up`, `down` and `status` look here before they act.
+# Which supervisor started this broker, and in which directory: `kmq up`, `down` and `status` ask this before they act.
 
-# A supervisor has one of these words on its command line: `up` in the foreground, otherwise its module, by either name.
-_SUPERVISORS = {b"up", b"kmq.broker.supervisor", b"kmq.supervisor"}
 _PR_SET_PDEATHSIG = 1
 _BEAT_S = 0.6  # a living stage writes a heartbeat more often than that
 KILLED = (
@@ -297,7 +296,7 @@ class Process(NamedTuple):
 
 
 class Supervision:
-    """The running stages of a broker at one moment, and who started them."""
+    """The running stages of a broker at one moment, and what started them."""
 
     def __init__(self, settings: Settings) -> None:
         page = peek(settings.instance)
@@ -321,7 +320,7 @@ class Supervision:
 
 
 def settled(settings: Settings) -> Supervision:
-    """Return the supervision now. A stage that was killed a moment ago never counts as running."""
+    """Return the present supervision. A stage killed a moment ago never counts as running."""
     supervision = Supervision(settings)
     if not all(stage.is_visible for stage in supervision.stages):
         time.sleep(_BEAT_S)
@@ -341,23 +340,13 @@ def _living(page: StatsPage) -> list[Process]:
 
 
 def _pid(holder: str, stages: list[Process]) -> int:
-    """Return the pid of the supervisor; 0 if there is none, or none that is visible from here."""
+    """Return the pid of the supervisor; 0 if it does not run, or is not visible from here."""
     pids = [int(field(holder, "pid") or 0)] if holder else [stage.supervisor for stage in stages]
     return next(filter(is_supervisor, pids), 0)
 
 
-def is_supervisor(pid: int) -> bool:
-    """Return True if a supervisor of KMQ runs under this pid and is visible from here."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            arguments = file.read().split(b"\0")
-    except OSError:
-        return False
-    return not _SUPERVISORS.isdisjoint(arguments)
-
-
 def end_with(pid: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel end this process, `by` this signal, when the process `pid`, which has started it, ends."""
+    """Let the kernel end this process with the signal `by` when its parent `pid` ends."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
@@ -379,7 +368,8 @@ def run_beside(name: str, module: str, work: Callable[[Logger, int], None], desc
         type=int,
         default=0,
         metavar="PID",
-        # It holds nothing that must outlive the supervisor, and the next supervisor's process needs its ports.
+        # It holds nothing that must outlive the supervisor, and its successor under the next supervisor needs its
+        # ports.
         help=f"the process that started the {name}: when that process ends, the {name} ends too",
     )
     parser.add_argument(AGAIN, action="store_true", help=argparse.SUPPRESS)
@@ -414,7 +404,7 @@ def is_data(path: str) -> bool:
 
 
 def taken(settings: Settings) -> tuple[str, str] | None:
-    """Return what of these settings another broker has, and what to do; None if nothing."""
+    """Return which of these settings' resources another broker uses, and what to do; None if all are free."""
     other = elsewhere(settings)
     if other:
         advice = "cd to where it was started, or set KMQ_DATA; a second broker needs a KMQ_INSTANCE of its own"
@@ -452,7 +442,7 @@ def why_not_here(settings: Settings) -> str:
 def main() -> int:
     """Run `python -m kmq.broker.supervisor [--with PID] [--no-gateway]`, which `kmq up` starts in the background.
 
-    --with: stop, in order, when that process ends, which has started it.
+    --with: stop in order when the process PID ends, which has started this one.
     """
     keep_others_out()
     if "--with" in sys.argv:

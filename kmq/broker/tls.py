@@ -30,7 +30,7 @@ class TlsSocket(ssl.SSLSocket):
     """The server's end of a connection. Non-blocking: when TLS waits for the network it raises BlockingIOError.
 
     A TLS record is always read whole, because epoll sees only bytes in the kernel, not bytes that stay in OpenSSL.
-    `over` notes an end that a read found after the data. The first read does the handshake.
+    `over`: the read found the end of the stream after the data. The first read does the handshake.
     """
 
     over = False  # the peer's orderly end, or an error, came directly after the data
@@ -107,7 +107,7 @@ class Certificates:
         self._take(context)
 
     def look(self) -> None:
-        """Adopt new files and warn of old ones, also if nobody connects. Call about once a second."""
+        """Adopt new files and warn of expiring ones, also without connections. Call about once a second."""
         self.renew()
         self._publish()
 
@@ -174,10 +174,10 @@ def client_context(settings: Settings) -> ssl.SSLContext:
     """Return the context of this broker as a client of another broker of its shard, from the files as they are now.
 
     It shows KMQ_TLS_CERT. It trusts KMQ_TLS_CLIENT_CA; without it the certificates in KMQ_TLS_CERT, which may be the one
-    that all brokers share, and the authorities of the system. The certificate of the other one must have the name by
+    that all brokers share, and the authorities of the system. The other broker's certificate must have the name by
     which it is called. Raises ConfigError, which names the file.
     """
-    make_context(settings)  # says which file is wrong
+    make_context(settings)  # raises an error that names the wrong file
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(settings.tls_cert, settings.tls_key, password=_no_password)

@@ -1,12 +1,12 @@
-"""Topics by rate, and the busiest topics of an hour, from the topics' files alone: also of a broker that is down.
+"""Topics by rate, and the busiest topics of an hour: from the topics' files alone, so also while the broker is down.
 
 Cost        A look costs a few `stat`s for each partition that has not changed (kmq/log/bounds.py). It begins no topic
-            after its budget, so 10,000 topics cost no more than a hundred: first come those that moved, with at most half
-            of the budget, then those whose routing keys stand at the end of the WAL, then all others in turn. So a busy
-            topic has its rate within seconds, and an idle one is visited again within minutes.
+            after its budget, so 10,000 topics cost no more than a hundred. First come topics that moved, with at most
+            half of the budget, then topics whose routing keys are at the end of the WAL, then all others in turn. So a
+            busy topic has its rate within seconds, and an idle one is visited again within minutes.
 Invariant   A rate is exact over the time between two visits, which is at least _APART_S.
-            At most `most` topics are named at a time, and a count never goes back while a topic is named. The named ones
-            change only when another topic had a quarter more messages than one of them.
+            At most `most` topics are named at a time, and a count never goes back while a topic is named. A named topic
+            is replaced only when another topic had a quarter more messages.
 Memory      A few numbers for each topic, and _TIMES counts of the last hour.
 Not covered `bytes_rate` is the rate times the mean size of the topic's records.
 """
@@ -36,7 +36,7 @@ _LARGEST = 100
 
 
 class TopicVisit(NamedTuple):
-    """A topic at its last visit. `end`: messages ever; `records`: those that are kept; `rate`: None until the second."""
+    """A topic at its last visit. `end`: messages ever; `records`: messages kept; `rate`: None until visit 2."""
 
     at: float
     partitions: int
@@ -70,7 +70,7 @@ class TopicRates:
         self._topics: dict[str, TopicVisit | None] = {}  # None: not visited yet
         self._waiting: list[str] = []  # of this round, last first
         self._largest: list[str] = []  # at the beginning of this round
-        self._moving: dict[str, float] = {}  # topic → when it was last seen to move; who was visited last is last
+        self._moving: dict[str, float] = {}  # topic → when it was last seen to move; the topic visited last is last
         self._tail_at = -_TAIL_S
 
     @property
@@ -102,7 +102,7 @@ class TopicRates:
             self._visit(self._waiting.pop(), began)
 
     def rows(self, most: int) -> list[dict[str, Any]]:
-        """Return the `most` topics with the highest rates, ready for JSON; topics that do not move by their records."""
+        """Return the `most` topics with the highest rates, ready for JSON; idle topics by their number of records."""
         names = dict.fromkeys((*self._moving, *self._largest, *islice(self._topics, most)))
         visited = [(name, visit) for name in names if (visit := self._topics.get(name)) is not None]
         visited.sort(key=lambda pair: (-(pair[1].rate or 0), -pair[1].records, pair[0]))
@@ -127,7 +127,7 @@ class TopicRates:
     def _list(self) -> None:
         try:
             names = self._bounds.names()
-        except OSError:  # whoever looks need not be whoever runs the broker: without its topics the rest is shown
+        except OSError:  # perhaps another user than the broker's: the rest is shown without its topics
             names = []
         if names is not self._names:
             self._names = names
@@ -183,7 +183,7 @@ def _prefixes(routing_key: str) -> Iterator[str]:
 
 
 # --- the busiest of an hour ------------------------------------------------------------------------------------------
-# Which topics a scrape names: those with the most messages in the last hour. All others are counted together.
+# A scrape names the topics with the most messages in the last hour. All others are counted together.
 
 OTHER = "other"
 _LOOK_S, _SLICE_S = 5.0, 1.0  # at most one look in _LOOK_S, which takes at most _SLICE_S; the next one resumes it
@@ -199,7 +199,7 @@ class BusiestTopics:
         self.bounds = Bounds(data)
         self._totals: dict[str, int] = {}  # topic → messages ever
         self._past: deque[tuple[float, dict[str, int]]] = deque(maxlen=_TIMES + 1)
-        self._walk: Iterator[str] | None = None  # the topics that this look has not come to
+        self._walk: Iterator[str] | None = None  # the topics that this look has not visited yet
         self._looked_at = 0.0
         self._new: dict[str, int] = {}  # topic → messages since the last complete look
         self._others = 0  # messages that came to topics while they were not named
@@ -254,7 +254,7 @@ class BusiestTopics:
             total = sum(end for _, end in self.bounds.offsets(name))
         except (OSError, CorruptError):  # deleted a moment ago; or a damaged topic would hide all others
             return
-        if self._past:  # the first look only learns where everything is
+        if self._past:  # the first look only takes the totals
             self._new[name] = self._new.get(name, 0) + max(0, total - self._totals.get(name, 0))
         self._totals[name] = total
 

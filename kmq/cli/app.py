@@ -1,67 +1,73 @@
-"""`kmq …`: puts the commands together, and maps errors to one line on stderr and an exit code.
+"""`kmq …`: finds the module of a command, and maps errors to one line on stderr and an exit code.
 
-Each family of commands is a function `add_to(app)`, and one entry in FAMILIES below. All of
-their modules are imported for every command, so what only one command needs is imported inside its function.
+`kmq topics list` imports `kmq.cli.topics` and no other module of commands, because all of them together take half a
+second of CPU. `kmq --help` and a word that is not in the table import all.
 """
 
 import sys
-from typing import Annotated, NoReturn
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from kmq import __version__
-from kmq.cli import (
-    bq,
-    bundle,
-    cluster,
-    config,
-    consume,
-    deadletters,
-    doctor,
-    fleet,
-    groups,
-    kafka,
-    lifecycle,
-    logs,
-    produce,
-    ship,
-    spark,
-    status,
-    tokens,
-    topics,
-)
-from kmq.cli.elsewhere import choose
 from kmq.cli.output import examples
-from kmq.cli.top import command
 from kmq.config import terminal
 from kmq.errors import EXIT_SIGINT, ConfigError, KmqError, of_os_error
 from kmq.files import keep_others_out
 
-# The order in `kmq --help`, except that groups of commands (kmq topics …) come after single commands.
-FAMILIES = (
-    lifecycle.add_to,
-    status.add_to,
-    command.add_to,
-    doctor.add_to,
-    bundle.add_to,
-    config.add_to,
-    produce.add_to,
-    ship.add_to,
-    consume.add_to,
-    deadletters.add_redrive_to,
-    topics.add_to,
-    groups.add_to,
-    kafka.add_to,
-    deadletters.add_to,
-    tokens.add_to,
-    logs.add_to,
-    bq.add_to,
-    fleet.add_to,
-    cluster.add_to,
-    spark.add_to,
-)
+# First word of a command -> the module of kmq.cli whose `add_to(app)` adds it, in the order of `kmq --help`.
+MODULES = {
+    "up": "lifecycle",
+    "down": "lifecycle",
+    "gateway": "lifecycle",
+    "status": "status",
+    "clock": "status",
+    "top": "top.command",
+    "doctor": "doctor",
+    "bundle": "bundle",
+    "produce": "produce",
+    "ship": "ship",
+    "consume": "consume",
+    "tail": "consume",
+    "redrive": "deadletters",
+    "verify": "logs",
+    "sql": "spark",
+    "audit": "spark",
+    "config": "config",
+    "topics": "topics",
+    "groups": "groups",
+    "kafka": "kafka",
+    "dlq": "deadletters",
+    "token": "tokens",
+    "log": "logs",
+    "bq": "bq",
+    "fleet": "fleet",
+    "cluster": "cluster",
+    "pipeline": "spark",
+}
+
+
+class _Commands(TyperGroup):
+    """The commands of `kmq`, each imported when its word is looked up."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return all first words, in the order of `kmq --help`."""
+        return list(MODULES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of a word. For an unknown word import all into `commands`, and return None."""
+        for word in [cmd_name] if cmd_name in MODULES else MODULES:
+            if word not in self.commands:
+                family = typer.Typer(rich_markup_mode="rich")
+                import_module(f"kmq.cli.{MODULES[word]}").add_to(family)
+                self.commands.update(typer.main.get_group(family).commands)
+        return self.commands.get(cmd_name)
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},  # inherited by all commands
     rich_markup_mode="rich",
@@ -98,11 +104,11 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    choose(context.invoked_subcommand, url, host, token)
+    if url or host or token:
+        from kmq.cli import elsewhere
 
-
-for add_to in FAMILIES:
-    add_to(app)
+        elsewhere.choose(context.invoked_subcommand, url, host, token)
+        context.call_on_close(elsewhere.forget)
 
 
 def main() -> None:
@@ -117,7 +123,7 @@ def main() -> None:
                 terminal.drop()
             raise
         finally:
-            sys.stdout.flush()  # a failure to write is reported here; at interpreter exit it would be a traceback
+            sys.stdout.flush()  # report a failure to write here; at interpreter exit it would be a traceback
     except KmqError as error:
         _fail(error)
     except OSError as error:

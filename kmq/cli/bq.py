@@ -1,4 +1,4 @@
-"""`kmq bq …`: the Broadcast Queue, what every node of a cluster is told."""
+"""`kmq bq …`: the Broadcast Queue, which sends every message to all nodes of a cluster."""
 
 import json
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 bq_app = typer.Typer(
     no_args_is_help=True,
-    help="The Broadcast Queue: what every node of a cluster is told, over Consul.",
+    help="The Broadcast Queue: what every node of a fleet is told, over Consul. See docs/broadcast-queue.md.",
     epilog=examples("kmq bq publish greeting hello", "kmq bq follow --json", "kmq bq status"),
 )
 
@@ -144,7 +144,7 @@ def _follow(
 
 
 def _teller() -> "Callable[[Condition], None]":
-    """Return what says on stderr what has changed."""
+    """Return a function that prints changes of the connection on stderr."""
     lost = failing = ""
 
     def tell(condition: "Condition") -> None:

@@ -1,4 +1,4 @@
-"""What `kmq bq follow|receive` do with each item: print it, or run a command for it."""
+"""What `kmq bq follow|receive` do with each item: print it as a line of JSON, or run a command for it."""
 
 import base64
 import json
@@ -17,12 +17,12 @@ from kmq.config.settings import DRAIN_S
 from kmq.errors import KmqError
 from kmq.logfmt import pairs
 
-_LOOK_S = 0.2  # so long a stop may go unnoticed by a running command
+_LOOK_S = 0.2  # longest time until a running command notices a stop
 _KILL_S = 2.0  # between SIGTERM and SIGKILL
 
 
 def as_fields(item: Item) -> dict[str, object]:
-    """Return what the JSON line of an item holds. Bytes that are not UTF-8 stand in base64, under another name."""
+    """Return the fields of an item's JSON line. Bytes that are not UTF-8 are in base64, under another name."""
     if isinstance(item, Snapshot):
         texts, others = {}, {}
         for key, value in item.states.items():
@@ -52,11 +52,11 @@ def _as_base64(value: bytes) -> str:
 
 
 class Printer:
-    """Prints each item as a line. Ends the following when nobody reads the lines any more."""
+    """Prints each item as a line. Ends the following when the reader of the lines is gone."""
 
     def __init__(self, stop: threading.Event, is_json: bool) -> None:
         self._stop, self._is_json = stop, is_json
-        self.failed: KmqError | None = None  # why nothing could be written
+        self.failed: KmqError | None = None  # why output failed
 
     def __call__(self, item: Item) -> None:
         """Print the item. Raises an exception if it did not reach its reader."""
@@ -78,11 +78,11 @@ def run_command(item: Item, command: str, stop: threading.Event) -> None:
     fields = as_fields(item)
     names = {f"BQ_{name.upper()}": str(fields[name]) for name in ("epoch", "type", "id")}
     given = item.payload if isinstance(item, Message) else json.dumps(fields).encode() + b"\n"
-    # Not a pipe: a command need not read it. Not a file: a container with a read-only root has no place for one.
+    # Not a pipe, because a command may not read it. Not a file, because a container may have a read-only root.
     with open(os.memfd_create("kmq-payload"), "w+b") as stdin:
         stdin.write(given)
         stdin.seek(0)
-        # A group of its own: Ctrl-C reaches us alone, and we let the command finish.
+        # In a process group of its own: Ctrl-C then reaches only this process, which lets the command finish.
         process = subprocess.Popen(["/bin/sh", "-c", command], stdin=stdin, env=os.environ | names, process_group=0)
     try:
         _wait(process, stop)
@@ -96,7 +96,7 @@ def run_command(item: Item, command: str, stop: threading.Event) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], stop: threading.Event) -> None:
-    """Wait for its end; once we are told to stop, for so long at most as a stage has to drain."""
+    """Wait for its end. After a stop wait at most as long as a stage has to drain."""
     ended = os.pidfd_open(process.pid)
     signals = [(DRAIN_S, signal.SIGTERM), (_KILL_S, signal.SIGKILL)]
     deadline = 0.0  # 0: not told to stop yet

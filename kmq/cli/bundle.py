@@ -1,9 +1,11 @@
 """`kmq bundle`: everything that a bug report needs, in one file, without payloads and without secrets.
 
+    bundle.tar.gz: MANIFEST, status.json, log/kmq.log (its end), …
+
 Invariant   No payload is ever read: of the data directory only names and sizes are listed, and topic.toml files read.
             Every text passes through `clean`, so a secret is not in the bundle wherever it was typed or logged.
-            What fails, hangs or is too large is named in the manifest with the reason; it ends nothing else. Each piece
-            has a deadline and a maximum size.
+            A piece that fails, hangs or is too large is named in the manifest with the reason, and does not stop the
+            others. Each piece has a deadline and a maximum size.
 """
 
 import http.client
@@ -27,7 +29,7 @@ from typing import IO, Annotated, TextIO
 import typer
 
 from kmq import __version__
-from kmq.broker.stats import Row, peek
+from kmq.broker.stats import peek
 from kmq.cli import config
 from kmq.cli.config import HIDDEN, clean
 from kmq.cli.output import counting, examples, local_headers, seconds
@@ -36,14 +38,15 @@ from kmq.config.values import MIB
 from kmq.errors import ConfigError, KmqError
 
 MOST_BYTES = MIB  # of one file in the bundle
-_MOST_PARTS = 64  # files; together with MOST_BYTES the bound of the whole
+_MOST_PARTS = 64  # files; together with MOST_BYTES this bounds the bundle
 _MODE = 0o600
 _COMMAND_S, _METRICS_S, _LISTING_S = 60.0, 10.0, 10.0
 _MOST_FILES = 20_000  # in the listing
 _PACKAGES = ("aiohttp", "grpcio", "posix_ipc", "prometheus_client", "pyspark", "rich", "sysv_ipc", "typer")
-_LOG = re.compile(r"kmq\.log(\.\d+)?")  # the supervisor's; in a data directory <topic>.log would be payloads
+_LOG = re.compile(r"kmq\.log(\.\d+)?")  # logs of the supervisor; <topic>.log in a data directory has payloads
 _OOM = ("out of memory", "oom-kill", "oom_kill", "killed process", "oom_reaper")
-# What messages about damage quote from the damaged place: it may be a part of a payload. Up to the end of the line,
+# Messages about damage quote bytes from the damaged place, which may be part of a payload. The quote ends with the
+# line,
 # except in JSON.
 _SNIPPET = re.compile(
     r"^(?!\{)(.*?(?:not an index line|not a range of seqs|damaged at byte \d+|a record of|holds):? b?\\?)['\"].*$", re.M
@@ -95,7 +98,7 @@ def _report(packed: "Bundle", where: str, size: int, stream: TextIO) -> None:
 
 
 def _create(path: Path) -> int:
-    """Return a descriptor of the new file. Raises ConfigError if it exists, or cannot be made."""
+    """Create a file and return its descriptor. Raises ConfigError if it exists, or cannot be created."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
     except OSError as error:
@@ -152,7 +155,7 @@ def _of_directories(made: "Bundle", settings: Settings) -> None:
 
 
 class Bundle:
-    """Files for the archive, and what was left out of it and why."""
+    """Files for the archive, and names of what was left out, with the reasons."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
         """`secrets`: texts that must be in no file."""
@@ -160,10 +163,10 @@ class Bundle:
             {text for text in secrets if not text.isdigit() and text.lower() not in _WORDS}, key=len, reverse=True
         )
         self.files: dict[str, tuple[bytes, str]] = {}  # name → (content, what it is)
-        self.left: dict[str, str] = {}  # name → why it is not, or not wholly, there
+        self.left: dict[str, str] = {}  # name → why it is missing or incomplete
 
     def add(self, name: str, text: str | bytes, what: str) -> None:
-        """Add a file: cleaned of secrets, and its end alone if it is too long."""
+        """Add a file, cleaned of secrets. If it is too long, add only its end."""
         if len(self.files) >= _MOST_PARTS:
             self.leave(name, f"a bundle has at most {_MOST_PARTS} files")
             return
@@ -231,7 +234,7 @@ def run(bundle: Bundle, name: str, what: str, command: list[str], deadline_s: fl
             if code > 1:
                 bundle.leave(name, f"{what} ended with exit code {code}; what it printed is here")
         except BaseException as error:
-            os.killpg(child.pid, signal.SIGKILL)  # not waited for: a process that hangs in the kernel may stay
+            os.killpg(child.pid, signal.SIGKILL)  # do not wait: a process that hangs in the kernel may stay
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise  # Ctrl-C
             bundle.leave(name, f"had not ended after {deadline_s:g} s; only what it had printed by then is here")
@@ -246,7 +249,7 @@ def run(bundle: Bundle, name: str, what: str, command: list[str], deadline_s: fl
 
 
 def _spool() -> IO[bytes]:
-    """Return a file without a name for what a command prints."""
+    """Return a nameless file for a command's output."""
     try:
         return tempfile.TemporaryFile()
     except FileNotFoundError:  # no directory for temporary files, as in a pod whose root is read-only
@@ -286,7 +289,7 @@ def tail(path: str) -> bytes:
         nbytes = os.fstat(fd).st_size
         file.seek(max(0, nbytes - MOST_BYTES))
         text = file.read(MOST_BYTES)
-        return text.partition(b"\n")[2] if nbytes > MOST_BYTES else text  # its first line may be cut in a secret
+        return text.partition(b"\n")[2] if nbytes > MOST_BYTES else text  # its first line may be cut within a secret
 
 
 def logs(bundle: Bundle, pipes: str) -> None:
@@ -304,7 +307,7 @@ def logs(bundle: Bundle, pipes: str) -> None:
 
 
 def declarations(bundle: Bundle, data: str) -> None:
-    """Add what topics are declared, topic by topic."""
+    """Add the declarations of all topics, topic by topic."""
     directory, texts = f"{data}/topics", list[str]()
     try:
         names = sorted(os.listdir(directory))
@@ -316,7 +319,7 @@ def declarations(bundle: Bundle, data: str) -> None:
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
                 texts.append(f"# {name}\n{file.read(8192)}\n")
-        except (FileNotFoundError, NotADirectoryError):  # a lock file, or a change that is asked for
+        except (FileNotFoundError, NotADirectoryError):  # a lock file, or a request for a change
             continue
         except OSError as error:
             bundle.leave(path, _reason(error))
@@ -324,7 +327,7 @@ def declarations(bundle: Bundle, data: str) -> None:
 
 
 def listing(bundle: Bundle, name: str, directory: str) -> None:
-    """Add names, sizes, modes and times of the files in a directory; none is opened."""
+    """Add names, sizes, modes and times of the files in a directory, without opening them."""
     rows, deadline = list[str](), time.monotonic() + _LISTING_S
     if not os.path.isdir(directory):
         bundle.leave(name, f"{directory} is no directory")
@@ -356,12 +359,11 @@ def _files(bundle: Bundle, directory: str) -> Iterator[str]:
 
 
 def stats_page(settings: Settings) -> str:
-    """Return the numbers of the stats page as JSON. Raises ConfigError if there is none."""
+    """Return the numbers of the stats page as JSON. Raises ConfigError without a page."""
     page = peek(settings.instance)
     if page is None:
         raise ConfigError("there is no stats page: no broker of this instance has run since the machine started")
-    fields = [name for name, value in vars(Row).items() if isinstance(value, property)]
-    numbers = {name: {field: getattr(row, field) for field in fields} for name, row in page.rows.items()}
+    numbers = {name: {field: getattr(row, field) for field in row.fields} for name, row in page.rows.items()}
     return json.dumps({"identity": page.identity(), "now_ns": time.monotonic_ns(), "rows": numbers}, indent=1)
 
 
@@ -384,7 +386,7 @@ def metrics(settings: Settings) -> bytes:
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:
-    """Return the body. Raises TimeoutError if it comes too slowly, however steadily."""
+    """Return the body. Raises TimeoutError if it arrives too slowly, even if data keeps arriving."""
     deadline, parts = time.monotonic() + _METRICS_S, list[bytes]()
     while (part := response.read1(1 << 16)) and sum(map(len, parts)) < 8 * MOST_BYTES:
         parts.append(part)

@@ -2,18 +2,21 @@
 
 import asyncio
 import json
+import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from kmq.broker.door import known_shard
 from kmq.broker.supervisor import is_data
 from kmq.cli.output import counting, examples, open_queue, seconds, table
 from kmq.config import terminal
 from kmq.config.settings import load
-from kmq.errors import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, EXIT_RETRY, ConfigError, CorruptError
+from kmq.errors import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, EXIT_RETRY, ConfigError, CorruptError, RetryError
 
 if TYPE_CHECKING:
     from kmq.cluster.consul import Steps
@@ -23,12 +26,13 @@ if TYPE_CHECKING:
 
 cluster_app = typer.Typer(
     no_args_is_help=True,
-    help="A shard: three or five brokers that elect one leader. See docs/replication.md.",
+    help="A replicated cluster (a shard): three or five brokers that elect one leader. See docs/replicated-cluster.md.",
     epilog=examples(
         "kmq cluster init --shard s --brokers a,b,c", "kmq cluster status --shard s", "kmq cluster resign --shard s"
     ),
 )
 
+_CONSUL_S = 3.0  # longest wait before status continues without Consul
 _SHARD = typer.Option("--shard", metavar="NAME", help="The shard; default: KMQ_SHARD.")
 _DRY_RUN = typer.Option("--dry-run", help="Check everything, say what would be done and lost, and change nothing.")
 _YES = typer.Option("--yes", help="Do not ask.")
@@ -97,19 +101,18 @@ def status(
         typer.Option(
             "--json",
             help='{"shard", "broker", "role", "leader", "isr", "epoch", "version", "min_insync", "lineage", "problem",'
-            ' "brokers": {<broker>: {"replica", "alive", "host", "role", "version", "end", "problem"}}}',
+            ' "as_of", "brokers": {<broker>: {"replica", "alive", "host", "role", "version", "end", "as_of",'
+            ' "problem"}}}',
         ),
     ] = False,
 ) -> None:
-    """Show who leads, the ISR, and each broker's replica. Exit code 1 if the shard has no living leader."""
+    """Show who leads, the ISR, and each broker's replica, with the age of what it says.
 
-    def read(keys: "ShardKeys", broker: str) -> "Steps[dict[str, Any]]":
-        from kmq.replica.shard import document, read_shard
-
-        view = yield from read_shard(keys)
-        return document(keys.shard, broker, view)
-
-    found = _run(shard, read)
+    Exit code 1 if the shard has a problem: no living leader, nothing is
+    committed, a broker that is away or out of the ISR. If Consul does not
+    answer within 3 s: what this broker knew last, and since when.
+    """
+    found = _read_status(shard)
     if as_json:
         print(json.dumps(found))
     else:
@@ -118,25 +121,66 @@ def status(
         raise typer.Exit(EXIT_FAILED)
 
 
+def _read_status(shard: str) -> dict[str, Any]:
+    """Return the shard's status from Consul, or this broker's own view of it, with `as_of`. Raises RetryError."""
+    settings = load()
+    name = shard or settings.shard
+    if not name:
+        raise ConfigError("--shard: name the shard, or set KMQ_SHARD")
+    with open_queue() as queue:
+        place = queue.place
+    from kmq.cluster.consul import ConsulError, Transport
+    from kmq.cluster.presence import Keys
+    from kmq.replica.shard import ShardKeys, document, read_shard, shortage
+
+    async def read() -> "ShardView":
+        transport = Transport(place.address)
+        try:
+            async with asyncio.timeout(_CONSUL_S):
+                return await transport.run(read_shard(ShardKeys(Keys(place.cluster), name)))
+        finally:
+            await transport.close()
+
+    try:
+        view = asyncio.run(read())
+    except (ConsulError, TimeoutError) as error:
+        why = str(error) or f"no answer within {_CONSUL_S:g} s"
+        known = known_shard(settings.pipes)
+        if known.get("shard") != name:
+            raise RetryError(f"Consul: {why}; this broker knows nothing of the shard {name} either") from error
+        return known | {"problem": f"consul_unreachable: {why}; this is what broker {place.broker} knew last"}
+    found = document(name, place.broker, view) | {"as_of": round(time.time(), 3)}
+    return found | {"problem": found["problem"] or shortage(view)}
+
+
 def _show(found: dict[str, Any]) -> None:
+    from kmq.cli.top.screen import duration
+
     console = terminal.console()
+    age_s = time.time() - found["as_of"]
+    if age_s > _CONSUL_S:
+        console.print(f"as of {age_s:.0f} s ago", markup=False)
     leader = f"led by {found['leader']} since epoch {found['epoch']}" if found["leader"] else "has no leader"
     console.print(
         f"shard {found['shard']} {leader}; ISR {','.join(found['isr']) or '-'} (at least {found['min_insync']});"
         f" version {found['version']}",
         markup=False,
     )
-    rows = table("broker", "replica", "role", ">version", ">end", "problem")
+    rows = table("broker", "replica", "role", ">version", ">end", ">as of", "problem")
     for name, each in sorted(found["brokers"].items()):
         if each is None:
-            rows.add_row(escape(name), "-", "never seen", "", "", "")
+            rows.add_row(escape(name), "-", "never seen", "", "", "", "")
             continue
         version = "" if each["version"] is None else str(each["version"])
         role = each["role"] if each["alive"] else "away"
-        rows.add_row(escape(name), escape(each["replica"]), role, version, str(each["end"]), each["problem"])
+        at = each.get("as_of")  # None: of an older release
+        age = f"{duration(max(1, math.ceil(time.time() - at)))} ago" if at is not None else ""
+        rows.add_row(escape(name), escape(each["replica"]), role, version, str(each["end"]), age, each["problem"])
     console.print(rows)
     if found["problem"]:
         console.print(f"problem: {found['problem']}", markup=False)
+    if found["problem"] == "isr_replaced":
+        print("each broker of the ISR runs with another directory; kmq cluster recover says what to do")
 
 
 @cluster_app.command(epilog=examples("kmq cluster resign", "kmq cluster resign --wait --timeout 8s"))
@@ -177,8 +221,8 @@ def recover(
 ) -> None:
     """Bring back a register that Consul has lost, or has an old state of, from what the replicas have promised.
 
-    Exit code 1, with what each replica has, if too few of them are there or
-    if their promises fork. A run that was interrupted goes on when it is
+    Exit code 1, with what each replica has and what to type, if too few of
+    them are there, if none of the ISR is, or if their promises fork. A run that was interrupted goes on when it is
     repeated.
     """
 
@@ -253,7 +297,7 @@ def detach(
 
 
 def _directory(shard: str) -> "tuple[str, str, DirectoryState]":
-    """Return KMQ_DATA, KMQ_PIPES and what the directory knows of the shard."""
+    """Return KMQ_DATA, KMQ_PIPES and the shard's state in the directory."""
     from kmq.replica.disks import look
 
     settings = load()
@@ -306,7 +350,7 @@ def _verify_brokers(shard: str) -> int:
 
 
 async def _compare(sides: "Mapping[str, Ask]", away: dict[str, Exception]) -> int:
-    """Compare, print what was found, and return the exit code. `away`: why sides are not there."""
+    """Compare, print the differences, and return the exit code. `away`: missing brokers, with the reasons."""
     from kmq.replica.compare import ReplicaComparison
 
     differ = 0
@@ -331,7 +375,7 @@ async def _compare(sides: "Mapping[str, Ask]", away: dict[str, Exception]) -> in
 
 
 def _is_wanted(what: str, dry_run: bool, yes: bool) -> bool:
-    """Return True if it is to be done: `yes` was given, or the person at the terminal says so."""
+    """Return True if the action is wanted: `yes` was given, or the user confirms it on the terminal."""
     if dry_run:
         print(f"{what}; nothing was changed")
         return False

@@ -1,8 +1,8 @@
 """`kmq config show`: every setting, its value, and where the value came from. Secrets are hidden, here and in bundles.
 
 Invariant   The value of a secret setting, a bearer token, a private key, a token's hash and the password in a URL are
-            never in a text that `clean` returns, wherever somebody has typed them.
-Not covered A password that looks like a plain word, in a setting that is no secret, and names a path that exists.
+            never in a text that `clean` returns, wherever they were typed.
+Not covered A password that looks like a plain word, in a setting that is not secret, and is the path of a file.
 """
 
 import json
@@ -41,7 +41,7 @@ _ENVIRONMENT, _DEFAULT, _FLEET = "environment", "default", "fleet"
 
 
 class Value(NamedTuple):
-    """A setting as it is in force, fit to be shown."""
+    """A setting in force, ready to be shown."""
 
     name: str
     text: str  # "": not set
@@ -68,8 +68,8 @@ class Shown(NamedTuple):
     unknown: list[tuple[str, str, str]]
     ignored: list[str]
     retired: list[str]
-    problem: str  # why `kmq up` refuses these settings; "": it does not
-    secrets: list[str]  # what no text may hold; never shown
+    problem: str  # why `kmq up` refuses these settings; "" if it does not
+    secrets: list[str]  # texts that no output may contain; never shown
 
     def as_json(self) -> dict[str, object]:
         """Return the document of --json."""
@@ -83,7 +83,7 @@ class Shown(NamedTuple):
 
 
 def collect() -> Shown:
-    """Return the settings of this directory, also if they are wrong. Never raises for what is set."""
+    """Return the settings of this directory, even if they are wrong. Wrong values raise no error."""
     environ = dict(os.environ)
     problem, from_env, from_file = "", of_environment(environ), dict[str, str]()
     try:
@@ -108,7 +108,7 @@ def collect() -> Shown:
 
 
 def _lines() -> dict[str, int]:
-    """Return in which line of kmq.toml each setting stands."""
+    """Return setting → its line in kmq.toml."""
     try:
         with open(_FILE, encoding="utf-8", errors="replace") as file:
             matches = ((re.match(r"""\s*["']?(\w+)["']?\s*=""", line), number) for number, line in enumerate(file, 1))
@@ -118,7 +118,7 @@ def _lines() -> dict[str, int]:
 
 
 def _of_fleet() -> tuple[dict[str, str], str]:
-    """Return the settings that the fleet has told this broker, and why they cannot be read, or ""."""
+    """Return the settings that the fleet has sent to this broker, and why they cannot be read, or ""."""
     try:
         found = states.read(load())
     except ConfigError as error:
@@ -203,12 +203,12 @@ def _print(found: Shown) -> None:
 # --- what may be shown -----------------------------------------------------------------------------------------------
 
 HIDDEN = "(hidden)"
-_SHORT = 4  # characters; a shorter secret would be found in every second word
+_SHORT = 4  # characters; a shorter secret would match in ordinary words
 _PATTERNS = [
     (re.compile(pattern, flags), new)
     for pattern, new, flags in (
         (r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", HIDDEN, re.S),
-        (r"^.*-----END [A-Z ]*PRIVATE KEY-----", HIDDEN, re.S),  # of a key whose beginning is cut off
+        (r"^.*-----END [A-Z ]*PRIVATE KEY-----", HIDDEN, re.S),  # of a key without its first lines
         (r"^[ \t]*[A-Za-z0-9+/]{60,76}={0,2}[ \t]*$", HIDDEN, re.M),  # lines of a PEM file
         (r"\blocal\.[0-9a-f]{64}\b", HIDDEN, 0),
         (r"(?<![\w-])[\w-]{1,64}\.[\w-]{43}(?![\w-])", HIDDEN, re.A),  # kmq token new
@@ -237,20 +237,20 @@ def clean(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def shown(row: Setting, text: str) -> str:
-    """Return what may be shown of the text that a setting was given."""
+    """Return the part of a setting's text that may be shown."""
     kind = KINDS.get(row.parse, "value")
     if not text or text == row.default:
         return text
     if kind == "secret":
         return HIDDEN
     if kind == "value" and not _is_valid(row, text):
-        return HIDDEN  # what is no number may be anything
+        return HIDDEN  # a text that is not a number may be a secret
     if kind == "addresses":
         return re.sub(r"\?[^,]*", f"?{HIDDEN}", re.sub(r"[^,/@\s]+@", f"{HIDDEN}@", clean(text)))
     is_nothing = not os.path.exists(text)
     is_word = is_nothing and os.sep not in text and kind == "path" and not row.default
     if is_word or _LOOKS_SECRET.fullmatch(text) or (is_nothing and _BASE64.fullmatch(text)):
-        return HIDDEN  # a token where the path of a file of tokens belongs
+        return HIDDEN  # a token in place of the path of a token file
     return clean(text)
 
 

@@ -1,7 +1,7 @@
-"""`kmq consume` and `kmq tail`: print the messages of a topic, once or as they come.
+"""`kmq consume` and `kmq tail`: print the messages of a topic, once or as they arrive.
 
 Commits     With --group the offsets are committed when the messages were written to stdout, at most a second later and
-            at the end. What a reader such as `head` has left unread in the pipe counts as written.
+            at the end. Messages that a reader such as `head` has left unread in the pipe count as written.
 """
 
 import json
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from kmq.message.message import Message
     from kmq.wire.requests import TopicPartition
 
-_POLL_S = 0.5  # longest wait between two looks at what the terminal should hear
+_POLL_S = 0.5  # longest wait before the next check for something to report on the terminal
 _BLOCK = 5000  # messages written at once
 _COMMIT_S = 1.0  # longest time between printing and committing
 _COME_UP_S = 60.0  # with --follow: longest wait at the start for a broker that is down
-_GIVE_UP_S = 10.0  # without --follow: longest wait for a broker that was there a moment ago
+_GIVE_UP_S = 10.0  # without --follow: longest wait for a broker that has just gone away
 
 _TOPIC = Annotated[str, typer.Argument(help="The topic to read.", show_default=False)]
 _JSON = Annotated[
@@ -94,7 +94,7 @@ def tail(
 
 
 def parse_start(text: str) -> "Start":
-    """Return a position as kmq.Consumer takes it. Raises ConfigError."""
+    """Return a position in the form of kmq.Consumer. Raises ConfigError."""
     from kmq.log.show import parse_time
 
     if text in ("earliest", "latest") or text.isdecimal():
@@ -121,7 +121,7 @@ def _open(topic: str, printer: "_Printer", group_id: str = "", start: "Start" = 
 
 
 def _require(topic: str, follows: bool) -> int:
-    """Return how many partitions there are. Raises RetryError without a broker, ConfigError without a topic."""
+    """Return the number of partitions. Raises RetryError without a broker, ConfigError without a topic."""
     places = _awaited_partitions(topic) if follows else _partitions(topic)
     if not places and not follows:
         raise unknown_topic(topic)
@@ -131,7 +131,7 @@ def _require(topic: str, follows: bool) -> int:
 
 
 def _partitions(topic: str) -> "list[TopicPartition]":
-    """Return the partitions of a topic; none if it does not exist. Raises RetryError or ConfigError without a broker."""
+    """Return a topic's partitions; [] if it does not exist. Raises RetryError or ConfigError without a broker."""
     from kmq.client.connection import ServerAddress, local_consumer_address
     from kmq.client.consumer_calls import discover
     from kmq.client.lines import no_connection
@@ -148,8 +148,10 @@ def _partitions(topic: str) -> "list[TopicPartition]":
 
 
 def _awaited_partitions(topic: str) -> "list[TopicPartition]":
-    """Do the same, but wait for a broker that is not up yet, and say so. Raises what is wrong after _COME_UP_S."""
-    load()  # settings that are wrong are not waited for
+    """Do the same, but wait for a broker that is not up yet, and report that. Raises the last error after
+    _COME_UP_S.
+    """
+    load()  # do not wait if the settings are wrong
     deadline, has_said = time.monotonic() + _COME_UP_S, False
     while True:
         try:
@@ -169,7 +171,7 @@ def _awaited_partitions(topic: str) -> "list[TopicPartition]":
 
 
 def _rewind(consumer: "Consumer", count: int) -> None:
-    """Go back by so many records in every partition."""
+    """Seek back by `count` records in every partition."""
     places = consumer.connect(_GIVE_UP_S)
     ends, starts = consumer.end_offsets(places), consumer.beginning_offsets(places)
     for place in places:
@@ -197,7 +199,7 @@ def _row(message: "Message") -> bytes:
 
 
 class _Session:
-    """Reads until the end, the count, or the reader of stdout has left."""
+    """Reads until the end, the count, or until the reader of stdout is gone."""
 
     def __init__(self, consumer: "Consumer", reading: ReadingOptions) -> None:
         self._consumer, self._reading = consumer, reading
@@ -206,7 +208,7 @@ class _Session:
         self._moved = time.monotonic()
         self._waits_for = ""
         self._is_over = False
-        logger().addFilter(lambda record: record.levelno != logging.WARNING)  # `_look` says what the command waits for
+        logger().addFilter(lambda record: record.levelno != logging.WARNING)  # `_look` says what it waits for
         terminal.when_left(self._end)
 
     def _end(self) -> None:
@@ -215,7 +217,7 @@ class _Session:
     def __iter__(self) -> Iterator[list["Message"]]:
         while terminal.is_read() and not self._is_over:
             messages = self._consumer.poll(min(self._left or _BLOCK, _BLOCK), timeout=_POLL_S)
-            yield messages  # none, too: what was written is committed meanwhile
+            yield messages  # also an empty list: the caller then commits what was written
             self._left -= len(messages) if self._left else 0
             if self._reading.most and not self._left:
                 return
@@ -228,7 +230,7 @@ class _Session:
     def _is_at_end(self, has_more: bool) -> bool:
         """Return True if every partition was read up to the end that it had when it was first seen, or to its damage.
 
-        `has_more`: messages came, and more in front of the damage may wait.
+        `has_more`: the last poll had messages, so more may wait before the damage.
         """
         consumer = self._consumer
         places, damaged = consumer.assignment(), [] if has_more else consumer.paused()
@@ -238,13 +240,13 @@ class _Session:
         except Refused as err:
             if err.code != "damaged":
                 raise
-            return False  # the consumer will hear of it, too
+            return False  # the consumer will get the error too
         return bool(places) and all(
             place in damaged or consumer.position(place, _GIVE_UP_S) >= self._ends[place] for place in places
         )
 
     def _look(self, has_moved: bool) -> None:
-        """Say what the command waits for, if that is not the next message."""
+        """Report what the command waits for, unless it only waits for the next message."""
         consumer, now = self._consumer, time.monotonic()
         if has_moved or (consumer.connected and consumer.assignment()):
             if self._waits_for:
@@ -258,7 +260,9 @@ class _Session:
 
 
 class _Interrupts:
-    """Ctrl-C while messages are written ends the command after them, so that it knows what to commit; a second one now."""
+    """Lets Ctrl-C end the command only after messages were written, so that they can be committed; a second one ends
+    it now.
+    """
 
     def __init__(self) -> None:
         self._is_writing = self._is_due = False
@@ -287,7 +291,7 @@ class _Printer:
     def __init__(self, shown: Callable[["Message"], bytes]) -> None:
         self._shown = shown
         self._written: dict[tuple[str, int], int] = {}  # next offsets, not committed yet
-        self._again: list[Message] = []  # written, and came again: each is committed by itself
+        self._again: list[Message] = []  # redelivered and written; each is committed alone
         self._consumer: Consumer | None = None
 
     def print(self, consumer: "Consumer", reading: ReadingOptions) -> None:
@@ -313,7 +317,9 @@ class _Printer:
             self.commit()
 
     def commit(self) -> None:
-        """Commit what was written; what the group has given to others is theirs, and comes again there."""
+        """Commit what was written. Partitions that now belong to another member are not committed; it prints them
+        again.
+        """
         written, self._written, again, self._again = self._written, {}, self._again, []
         if self._consumer is None:
             return

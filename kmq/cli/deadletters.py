@@ -1,4 +1,4 @@
-"""`kmq dlq …`: list dead letters, look at one, send them back to where they came from. `kmq redrive`: send any queue again.
+"""`kmq dlq …`: list dead letters, show one, send them back to their topics. `kmq redrive`: send any queue again.
 
 `ls` and `show` read the files, so they also work while the broker is down. Nothing here needs Java.
 """
@@ -22,6 +22,7 @@ from kmq.message import record
 from kmq.message.text import MAX_REPLAYS
 
 if TYPE_CHECKING:
+    from kmq.deadletters.redrive import SentRecords
     from kmq.deadletters.selection import Dropped, Filter, Found, QueueSource, Selection, StoredRecord
 
 
@@ -51,7 +52,7 @@ def _filters(texts: list[str] | None) -> "list[Filter]":
 
 
 def _find(data: str, name: str) -> str | None:
-    """Return the dead letter topic; None, and say so, if there are no letters."""
+    """Return the dead letter topic. Without letters, print that and return None."""
     from kmq.deadletters.selection import find_topic
 
     topic = find_topic(data, name)
@@ -89,7 +90,7 @@ def ls(
 
 
 def _list_elsewhere(topic: str, as_json: bool) -> None:
-    """Show the letters by reason, as the HTTP API tells them."""
+    """Show the letters by reason, from the HTTP API."""
     found = ask("GET", f"/api/topics/{quote(topic)}/letters", topic=topic)
     if as_json:
         for row in found["groups"]:
@@ -286,8 +287,26 @@ def replay(
             print(f"{stored.partition}@{stored.offset} -> {new_key.decode(errors='replace')}")
         print(f"would replay {total} of {name}{_left(chosen, name, chosen.before)}")
         return
-    repeated = redrive.send(to_send(each(), data), sending.rate)  # another replay may have sent some at the same time
-    print(f"replayed {total - repeated} of {name}{_left(chosen, name, chosen.before + repeated)}")
+    sent = redrive.send(to_send(each(), data), sending.rate)  # another replay may have sent some at the same time
+    went = total - sent.repeated - sent.refused
+    print(f"replayed {went} of {name}{_left(chosen, name, chosen.before + sent.repeated)}")
+    _tell_refused(sent)
+
+
+def _tell_refused(sent: "SentRecords") -> None:
+    """Print the records that the broker has refused. Raises KmqError if there are any."""
+    for each in sent.named:
+        print(f"kmq: {each}", file=sys.stderr)
+    more = sent.refused - len(sent.named)
+    _fail_if(sent.refused, f"; {more} of them are not named" if more else "")
+
+
+def _fail_if(refused: int, more: str = "") -> None:
+    if refused:
+        raise KmqError(
+            f"{refused} records were refused and stay where they are{more};"
+            " too_long: raise KMQ_MAX_LINE, then run it again"
+        )
 
 
 def _replay_elsewhere(topic: str, sending: ReplayOptions, dry_run: bool) -> None:
@@ -302,10 +321,11 @@ def _replay_elsewhere(topic: str, sending: ReplayOptions, dry_run: bool) -> None
     parts += [f"{count} stay: {reason}" for reason, count in found["stayed"].items()]
     what = f"would replay {found['would_replay']}" if dry_run else f"replayed {found['replayed']}"
     print(f"{what} of {found['topic']}" + "".join(f"; {part}" for part in parts))
+    _fail_if(sum(count for reason, count in found["stayed"].items() if reason.startswith("refused")))
 
 
 def _left(chosen: "Selection", name: str, before: int) -> str:
-    """Return why other records of the topic do not go back. `before`: how many letters did so before."""
+    """Return why the other records of the topic are not sent back. `before`: how many letters were sent back before."""
     parts = [f"{before} were replayed before"] if before else []
     parts += [] if chosen.is_complete else ["more are left, with which the same replay goes on"]
     parts += [f"{count} stay: {reason}" for reason, count in chosen.stayed.items()]
@@ -388,7 +408,7 @@ def redrive(
     source = _open(data, topic, selection.dropped)
     chosen = Selection(source, template, _accepts(selection), selection.max_replays)
     total = 0
-    for stored, new_key in chosen:  # the first bad new key ends it before any record is sent
+    for stored, new_key in chosen:  # the first bad new key ends the command before any record is sent
         total += 1
         if dry_run:
             old_key = record.routing_key_of(stored.line)
@@ -401,12 +421,16 @@ def redrive(
     is_back = template == rules.ORIGIN and not sending.name
     redrive_id = (sending.name, template, selection.key, str(selection.from_seq))
     records = counted(to_send(chosen, data, None if is_back else redrive_id), "redriving")
-    repeated = rules.send(records, sending.rate)
-    print(f"redriven {total} {source.text}" + (f"; {repeated} of them were stored before" if repeated else ""))
+    sent = rules.send(records, sending.rate)
+    before = f"; {sent.repeated} of them were stored before" if sent.repeated else ""
+    print(f"redriven {total - sent.refused} {source.text}{before}")
+    _tell_refused(sent)
 
 
 def _open(data: str, topic: str, dropped: bool) -> "QueueSource | Dropped":
-    """Return the records to read, as they are now. Later ones do not count: sent records may enter the same queue."""
+    """Return the records to read, as they are now. Later records are left out, because sent ones may enter the same
+    queue.
+    """
     from kmq.deadletters.selection import Dropped, QueueSource, texts_of_lost
 
     if not dropped:
@@ -429,10 +453,6 @@ def _accepts(selection: RedriveRecords) -> "Callable[[StoredRecord], bool]":
 def add_to(app: typer.Typer) -> None:
     """Add these commands to `kmq`."""
     app.add_typer(dlq_app, name="dlq")
-
-
-def add_redrive_to(app: typer.Typer) -> None:
-    """Add this command to `kmq`."""
     app.command(
         epilog=examples(
             "kmq redrive dead --to 'test.recovered_{key}' --dry-run",

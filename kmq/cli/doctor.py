@@ -1,5 +1,6 @@
 """`kmq doctor`: what is wrong with the broker and with its machine, and what to do."""
 
+import errno
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -8,25 +9,26 @@ from typing import Annotated, NamedTuple
 import typer
 
 from kmq import __version__, gateway
-from kmq.broker import status, supervisor
-from kmq.broker.health import LIFELESS, Finding, Verdict, state_of
+from kmq.broker import concerns, status, supervisor
+from kmq.broker.concerns import Finding
+from kmq.broker.health import LIFELESS, Verdict, state_of
 from kmq.broker.stats import StatsPage, peek
 from kmq.cli import machine
 from kmq.cli.machine import ERROR, NOTE, OK, WARNING, Check
 from kmq.cli.output import counting, examples
 from kmq.config import terminal
 from kmq.config.settings import STAGES, Settings, load
-from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError, KmqError, pip_install
+from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError, CorruptError, KmqError, pip_install
 
 _COLOURS = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "red"}
 
 
 class Diagnosis(NamedTuple):
-    """What was found at one moment."""
+    """The results of all checks at one moment."""
 
     as_of: float
     checks: list[Check]
-    findings: list[dict[str, str]]  # of the broker, as kmq status has them
+    findings: list[dict[str, str]]  # of the broker, as in kmq status
 
     @property
     def is_good(self) -> bool:
@@ -47,10 +49,11 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(settings: Settings) -> Diagnosis:
-    """Look at everything. Works whether or not the broker is up; creates nothing, and removes only doorbells left over."""
+    """Run all checks. Works whether or not the broker is up; creates nothing, and removes only unused doorbells."""
     page, found, verdict = _look(settings)
     is_up = page is not None and any(state_of(name, page.rows[name]) not in LIFELESS for name in STAGES)
-    own = [*_of_broker(settings, verdict), *found]
+    newest_s, unread = _newest_s(settings)
+    own = [*_of_broker(settings, verdict), *found, *unread]
     pid = page.rows["ingress"].pid if page and is_up else 0
     steps: list[tuple[str, Callable[[], Iterable[Check]]]] = [
         ("python", lambda: [machine.python(), _extra()]),
@@ -58,7 +61,7 @@ def diagnose(settings: Settings) -> Diagnosis:
         ("shared memory", lambda: [machine.shared_memory(settings, is_up), machine.leftovers(settings)]),
         ("doorbells", lambda: [machine.doorbells(settings, is_up)]),
         ("memory", lambda: [machine.memory(settings)]),
-        ("the clock", lambda: [machine.clock(_newest_s(settings))]),
+        ("the clock", lambda: [machine.clock(newest_s)]),
         ("permissions", lambda: machine.permissions(settings)),
         ("the disk", lambda: [machine.kind(settings), machine.space(settings)]),
         ("the speed of the disk", lambda: [machine.speed(settings)]),
@@ -73,24 +76,37 @@ def diagnose(settings: Settings) -> Diagnosis:
 
 
 def _guarded(title: str, step: Callable[[], Iterable[Check]]) -> list[Check]:
-    """Return the checks of a step; a check that fails itself is a warning, and ends nothing."""
+    """Return the checks of a step. If the step itself fails, return a warning: the other steps still run."""
     try:
         return list(step())
     except (OSError, KmqError) as error:
-        return [Check(title, WARNING, f"could not be looked at: {error}", "run as the broker's user")]
+        return [Check(title, WARNING, f"could not be looked at: {error}", _advice(error))]
+
+
+def _advice(error: OSError | KmqError) -> str:
+    """Return what to do about an error of a check, by its cause."""
+    if isinstance(error, PermissionError):
+        return "run as the broker's user"
+    if isinstance(error, CorruptError):
+        return "see all that is damaged with kmq verify; then stop the broker, and mend it with kmq verify --repair"
+    if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS):
+        return f"look at the disk: {concerns.of_kernel()}"
+    if isinstance(error, OSError):
+        return f"see what is at {error.filename}" if error.filename else "try again; report it if it repeats"
+    return "do what the message says"
 
 
 # --- the broker ------------------------------------------------------------------------------------------------------
 
 
 def _look(settings: Settings) -> tuple[StatsPage | None, list[Check], Verdict]:
-    """Return the stats page of this broker, what keeps it from being read, and the verdict on the broker."""
+    """Return the stats page of this broker, why it cannot be read, and the verdict on the broker."""
     try:
         page = peek(settings.instance)
         verdict = status.collect(settings).verdict
         return (page if page is not None and page.serves(settings.data) else None), [], verdict
     except (OSError, KmqError) as error:
-        check = Check("broker", ERROR, f"its stats page cannot be read: {error}", "run as the broker's user")
+        check = Check("broker", ERROR, f"its stats page cannot be read: {error}", _advice(error))
         return None, [check], Verdict([], [], [])
 
 
@@ -111,20 +127,23 @@ def _of_finding(finding: Finding, level: str) -> Check:
 
 
 def _down(settings: Settings, finding: Finding) -> Check:
-    """A broker that was never started, or was stopped in order, is no error: someone may look before the start."""
+    """Return a note: a broker that was never started, or was stopped in order, is no error before a start."""
     if supervisor.taken(settings):
         return Check("broker", WARNING, finding.why, finding.advice)
     return Check("broker", NOTE, "it does not run", finding.advice)
 
 
-def _newest_s(settings: Settings) -> float | None:
-    """Return the age of the newest record; None if there is none."""
+def _newest_s(settings: Settings) -> tuple[float | None, list[Check]]:
+    """Return the age of the newest record, None without records; and why it cannot be read."""
     if not supervisor.is_data(settings.data):
-        return None
+        return None, []
     from kmq.log import show
 
-    rows = list(show.stat(settings.data, "append"))
-    return rows[0].newest_s if rows and rows[0].end > rows[0].first else None
+    try:
+        rows = list(show.stat(settings.data, "append"))
+    except (OSError, KmqError) as error:
+        return None, [Check("log", ERROR, f"the newest record cannot be read: {error}", _advice(error))]
+    return (rows[0].newest_s if rows and rows[0].end > rows[0].first else None), []
 
 
 # --- what is installed -----------------------------------------------------------------------------------------------

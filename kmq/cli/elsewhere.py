@@ -1,25 +1,28 @@
 """Which broker a command talks to: the one of this directory, or one elsewhere (`kmq --url`, `--host`, `--token`).
 
-Elsewhere   Only what the network shows can be used, so commands that read files refuse the options. Messages go by the
-            line ports of that host (KMQ_PORT and KMQ_EGRESS_PORT, over https:// KMQ_TLS_PORT and KMQ_EGRESS_TLS_PORT),
-            everything else by its HTTP API. KMQ_HOST has no say in it: it is where a broker of this directory listens.
-Bounded     An answer of more than _MOST bytes is refused.
+Elsewhere   Only the network interfaces can be used, so commands that read files refuse the options. Messages go through
+            the line ports of that host (KMQ_PORT and KMQ_EGRESS_PORT, over https:// KMQ_TLS_PORT and
+            KMQ_EGRESS_TLS_PORT), everything else through its HTTP API. KMQ_HOST is not used: it is the address at which
+            a broker of this directory listens.
+Bounded     A response of more than _MOST bytes is refused.
 """
 
-import http.client
 import json
-import ssl
+import re
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kmq.cli.output import local_headers
 from kmq.config.settings import load
 from kmq.errors import ConfigError, KmqError, RetryError, quotation
-from kmq.log import topics
 from kmq.wire import refusals
 
-# The commands that can ask a broker elsewhere.
+if TYPE_CHECKING:
+    import http.client
+    import ssl
+
+# The commands that work with a broker elsewhere.
 ABLE = ("produce", "ship", "consume", "tail", "topics", "groups", "dlq", "top")
 HTTP_PORT = 8082
 _TIMEOUT_S = 30.0
@@ -29,7 +32,7 @@ _LINES_OUT = (5674, 5444)
 
 
 class GatewayClient:
-    """The gateway at a URL. Raises ConfigError if the URL is none."""
+    """The gateway at a URL. Raises ConfigError for an invalid URL."""
 
     def __init__(self, url: str, token: str = "") -> None:
         try:
@@ -42,7 +45,11 @@ class GatewayClient:
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self.token = token
         self.host = parts.hostname
-        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.tls: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            from ssl import create_default_context
+
+            self.tls = create_default_context()
         self._port = port or (443 if self.tls else HTTP_PORT)
         self._path = parts.path.rstrip("/")
         self._open: http.client.HTTPConnection | None = None
@@ -57,7 +64,9 @@ class GatewayClient:
         most: int = _MOST,
         timeout_s: float = _TIMEOUT_S,
     ) -> tuple[int, bytes]:
-        """Return status and body of the answer. Raises OSError, HTTPException; then the next call connects again."""
+        """Return status and body of the response. Raises OSError, HTTPException; then the next call connects again."""
+        import http.client
+
         if self._open is None and self.tls is None:
             self._open = http.client.HTTPConnection(self.host, self._port, timeout=timeout_s)
         elif self._open is None:
@@ -101,19 +110,38 @@ _chosen: ContextVar[GatewayClient | None] = ContextVar("elsewhere", default=None
 
 
 def choose(command: str | None, url: str, host: str, token: str) -> None:
-    """Keep what was given before the command. Raises ConfigError for a command that looks at this machine."""
-    _chosen.set(None)
+    """Keep the options given before the command. Raises ConfigError for a command that needs this machine's files."""
     if url and host:
         raise ConfigError("--url and --host exclude each other")
     if not url and not host:
-        if token:
-            raise ConfigError("--token needs --url or --host")
-        return
+        raise ConfigError("--token needs --url or --host")
     if command not in ABLE:
         able = ", ".join(ABLE)
         raise ConfigError(f"kmq {command}: looks at this machine, so it has no --url and no --host; these have: {able}")
-    url = url or f"http://{f'[{host}]' if ':' in host else host}:{HTTP_PORT}"
+    url = url or _url_of(host)
     _chosen.set(GatewayClient(url, read_token(token)))
+
+
+def _url_of(host: str) -> str:
+    """Return the URL that `--host` stands for. Raises ConfigError."""
+    from ipaddress import IPv6Address
+
+    name = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        return f"http://[{IPv6Address(name)}]:{HTTP_PORT}"
+    except ValueError:
+        pass
+    if re.fullmatch(r"[^\s/:@?#\[\]]+", name) is None:
+        raise ConfigError(
+            f"--host {quotation(host)}: must be a host name or an address, without a port; for another port than"
+            f" {HTTP_PORT}: --url http://<host>:<port>"
+        )
+    return f"http://{name}:{HTTP_PORT}"
+
+
+def forget() -> None:
+    """Use the broker of this directory again."""
+    _chosen.set(None)
 
 
 def read_token(given: str) -> str:
@@ -128,12 +156,12 @@ def read_token(given: str) -> str:
 
 
 def elsewhere() -> GatewayClient | None:
-    """Return the gateway that --url or --host names; None: the broker of this directory is meant."""
+    """Return the gateway that --url or --host names; None for the broker of this directory."""
     return _chosen.get()
 
 
 def need_files(command: str) -> None:
-    """Raise ConfigError if a broker elsewhere is meant, whose files this command would have to read."""
+    """Raise ConfigError if --url or --host is given, because this command reads files of the broker."""
     if elsewhere() is not None:
         raise ConfigError(f"kmq {command}: reads the files of a broker, so it has no --url and no --host")
 
@@ -141,11 +169,13 @@ def need_files(command: str) -> None:
 # --- the HTTP API ----------------------------------------------------------------------------------------------------
 
 
-def ask(method: str, path: str, body: object = None, topic: str = "") -> Any:
-    """Return the answer of the gateway, parsed; None if it has no body. Raises RetryError and KmqError.
+def ask(method: str, path: str, body: object = None, topic: str = "", group: str = "") -> Any:
+    """Return the parsed response of the gateway; None if it has no body. Raises RetryError and KmqError.
 
-    `topic`: the one that the request names, for the error that there is none.
+    `topic`, `group`: the one in the request, for the error that it does not exist.
     """
+    import http.client
+
     gateway, headers = elsewhere(), dict[str, str]()
     if gateway is None:
         from kmq.client.lines import read_port
@@ -170,15 +200,26 @@ def ask(method: str, path: str, body: object = None, topic: str = "") -> Any:
         return answer
     if code == "unknown_topic" and topic:
         raise unknown_topic(topic)
+    if code == "unknown_group" and group:
+        raise unknown_group(group)
     error = KmqError(message)
     error.exit_code = refusals.find(code).exit_code
     raise error
 
 
 def unknown_topic(name: str) -> ConfigError:
-    """Return the error that the broker has no such topic, with the nearest of those that it has."""
+    """Return the error that the broker has no such topic, with the nearest existing name."""
     try:
         names = [row["name"] for row in ask("GET", "/api/topics")]
-    except KmqError:  # a token for messages alone, for example: then there is no hint
+    except KmqError:  # for example because the token is only for messages: then there is no hint
         names = []
+    from kmq.log import topics
+
     return topics.unknown(name, names)
+
+
+def unknown_group(name: str) -> ConfigError:
+    """Return the error that the broker has no such group, with the nearest existing name."""
+    from kmq.log import topics
+
+    return topics.unknown(name, [row["group"] for row in ask("GET", "/api/groups")], "group")

@@ -1,4 +1,6 @@
-"""`kmq fleet …`: tell every broker of a cluster something, and see what they made of it. Local commands stay local."""
+"""`kmq fleet …`: send settings and commands to every broker of a cluster, and see their results. Local commands stay
+local.
+"""
 
 import json
 import re
@@ -16,7 +18,7 @@ from kmq.config.settings import SHARED
 from kmq.config.states import DEFAULT, REVOKED, SETTINGS, TOKENS, TOPICS, UNREADABLE, fault
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.log.segment import LIMITS, Limits
-from kmq.log.topics import MAX_PARTITIONS
+from kmq.log.topics import MAX_PARTITIONS, check_letters
 from kmq.message import record
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 fleet_app = typer.Typer(
     no_args_is_help=True,
-    help="Tell every broker of a cluster something: topics, tokens, settings, commands.",
+    help="Tell every broker of a fleet something: topics, tokens, settings, commands. See docs/fleet.md.",
     epilog=examples("kmq fleet topics create orders --partitions 4", "kmq fleet run verify --wait", "kmq fleet status"),
 )
 fleet_topics = typer.Typer(
@@ -44,7 +46,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[0-9a-f]{12})?")
 _SHORT = {"retention": ("retention_age", "retention_bytes"), "quota": ("data_quota",)}
 _AWAY = "away"
 _AGAIN_S = 0.5  # until Consul is asked again
-_LOOK_S = 2.0  # longest watch while we wait for results
+_LOOK_S = 2.0  # longest watch while waiting for results
 _NAME = typer.Argument(help="A topic: [A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _TIMEOUT = typer.Option("--timeout", min=0.0, metavar="SECONDS", help="Wait at most so long for other publishers.")
 
@@ -81,7 +83,7 @@ def create(
         )
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise ConfigError(f"partitions={partitions}: must be between 1 and {MAX_PARTITIONS}")
-    limits = _parse_limits(own or [])
+    limits = _parse_limits(name, own or [])
 
     def decide(before: str) -> str:
         if "partitions=" in before and UNREADABLE not in before:
@@ -98,7 +100,7 @@ def set_limits(
     timeout: Annotated[float, _TIMEOUT] = 10.0,
 ) -> None:
     """Change the limits of a topic on every broker. Print the number of the message that says so."""
-    limits = _parse_limits(changes)
+    limits = _parse_limits(name, changes)
 
     def decide(before: str) -> str:
         if not before:
@@ -115,7 +117,7 @@ def _topic(partitions: str, limits: dict[str, str]) -> str:
     return " ".join([f"partitions={partitions}", *(f"{limit}={text}" for limit, text in limits.items())])
 
 
-def _parse_limits(pairs: list[str]) -> dict[str, str]:
+def _parse_limits(topic: str, pairs: list[str]) -> dict[str, str]:
     """Return limit → text without blanks, or DEFAULT. Raises ConfigError."""
     limits = {}
     for pair in pairs:
@@ -123,7 +125,9 @@ def _parse_limits(pairs: list[str]) -> dict[str, str]:
         if not equals:
             raise ConfigError(f"{pair!r}: expected <limit>=<value>, with one of {', '.join(LIMITS)}")
         limits[limit.strip()] = "".join(text.split()) or DEFAULT
-    Limits().with_changes({limit: text for limit, text in limits.items() if text != DEFAULT or limit not in LIMITS})
+    own = {limit: text for limit, text in limits.items() if text != DEFAULT or limit not in LIMITS}
+    Limits().with_changes(own)
+    check_letters(topic, own)
     return limits
 
 
@@ -157,7 +161,7 @@ def set_settings(
     timeout: Annotated[float, _TIMEOUT] = 10.0,
 ) -> None:
     """Set a limit for every broker that was not given one itself. It is in force within seconds, without a restart."""
-    for name, text in [_setting(pair) for pair in changes]:  # all are looked at before the first is published
+    for name, text in [_setting(pair) for pair in changes]:  # check all before the first is published
         print(f"message {_publish(SETTINGS + name, partial(_value, text), timeout)}: {name}={text}")
 
 
@@ -221,7 +225,7 @@ def run(
 
 
 def _print_results(results: "dict[str, CommandResult]") -> None:
-    """Print what each broker made of a command."""
+    """Print each broker's result of a command."""
     for broker, result in results.items():
         print(f"{broker}: {result.outcome}")
         for finding in result.findings:
@@ -229,7 +233,7 @@ def _print_results(results: "dict[str, CommandResult]") -> None:
 
 
 def _results(queue: "BroadcastQueue", id: str, until: float) -> "dict[str, CommandResult]":
-    """Return the result of each broker; wait for those that are there. A Consul that does not answer is asked again."""
+    """Return the result of each broker, waiting for those that are present. If Consul does not answer, ask it again."""
     from kmq.cluster.consul import Unanswered
     from kmq.cluster.fleet import CommandResult, watch_results
     from kmq.cluster.subscriber import Node

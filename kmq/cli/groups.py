@@ -1,4 +1,4 @@
-"""`kmq groups …`: look at consumer groups, move their offsets, delete them. All of it by the HTTP API of the gateway."""
+"""`kmq groups …`: look at consumer groups, move their offsets, delete them, through the HTTP API of the gateway."""
 
 import json
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ _JSON = Annotated[bool, typer.Option("--json", help="One JSON document, for prog
 
 
 def _group(name: str) -> Any:
-    return ask("GET", f"/api/groups/{quote(name, safe='')}")
+    return ask("GET", f"/api/groups/{quote(name, safe='')}", group=name)
 
 
 @groups_app.command("list", epilog=examples("kmq groups list", "kmq groups list --json"))
@@ -60,6 +60,10 @@ def describe(group: _GROUP, as_json: _JSON = False) -> None:
         numbers = committed, f"{row['end']:,}", f"{row['lag']:,}", f"{row['lagSeconds']:,.1f}"
         shown.add_row(row["topic"], str(row["partition"]), *numbers, member)
     terminal.console().print(shown)
+    for row in found["partitions"]:
+        if row.get("overtaken"):
+            text = f"{row['overtaken']:,} messages were deleted before the group had read them"
+            print(f"{row['topic']}/{row['partition']}: {text}, since the gateway's start")
 
 
 @groups_app.command(
@@ -97,7 +101,7 @@ def reset(
 
 
 def _target(topic: str, partition: dict[str, int], to: str) -> int:
-    """Return the offset in one partition that `to` stands for, never outside the partition. Raises ConfigError."""
+    """Return the offset in one partition that `to` means, never outside the partition. Raises ConfigError."""
     from kmq.log.show import parse_time
 
     start, end = partition["startOffset"], partition["endOffset"]
@@ -110,8 +114,10 @@ def _target(topic: str, partition: dict[str, int], to: str) -> int:
     except (ConfigError, OverflowError, ValueError):
         text = f"--to {to!r}: must be earliest, latest, an offset, or a time such as 10m or 2026-11-23T12:00"
         raise ConfigError(text) from None
-    path = f"/v1/logs/{quote(topic, safe='')}/{partition['partition']}/offset?time={max(0, micros)}"
-    return min(max(int(ask("GET", path)["offset"]), start), end)
+    query = f"partition={partition['partition']}&timestamp={max(0, -(-micros // 1000))}&maxMessages=1&maxBytes=1"
+    found = ask("GET", f"/api/topics/{quote(topic, safe='')}/consume?{query}")
+    at = [*found["messages"], *found["positions"]][0]["offset"]
+    return min(max(int(at), start), end)
 
 
 @groups_app.command(
@@ -124,7 +130,7 @@ def delete(
     """Forget a group that has no members now, with its committed offsets."""
     if not yes:
         typer.confirm(f"Forget group {group} and its committed offsets?", abort=True)
-    ask("DELETE", f"/api/groups/{quote(group, safe='')}")
+    ask("DELETE", f"/api/groups/{quote(group, safe='')}", group=group)
     print(f"group {group}: forgotten")
 
 

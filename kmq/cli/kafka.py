@@ -1,4 +1,4 @@
-"""`kmq kafka transactions …`: the transactions of Kafka's clients. What is on disk is read; an abort goes to the Kafka port."""
+"""`kmq kafka transactions …`: transactions of Kafka clients. Lists read files; an abort is sent to the Kafka port."""
 
 import json
 import socket
@@ -34,8 +34,8 @@ _PAUSE_S = 0.2
 
 
 def _rows(settings: Settings) -> list[dict[str, Any]]:
-    """Return what is known of each id, in order."""
-    from kmq.gateway.kafka import transaction_log as log  # imports what only the gateway needs
+    """Return what is known of each transactional id, in order."""
+    from kmq.gateway.kafka import transaction_log as log  # imports modules that else only the gateway needs
 
     states = log.read_states(settings.data)
     held = log.read_held(settings.data, [state.held_key for state in states.values()])
@@ -54,7 +54,7 @@ def _rows(settings: Settings) -> list[dict[str, Any]]:
                 "timeoutMs": state.timeout_ms,
                 "held": lines.lines if lines else 0,
                 "heldBytes": lines.nbytes if lines else 0,
-                "partitions": sorted(f"{topic}/{number}" for topic, number in lines.partitions) if lines else [],
+                "partitions": sorted(f"{topic}/{number}" for topic, number in lines.first_ids) if lines else [],
                 "offsets": sorted(f"{group}: {topic}/{n}" for group, (topic, n) in lines.offsets) if lines else [],
             }
         )
@@ -120,14 +120,14 @@ def abort(
 
 
 # --- the Kafka port --------------------------------------------------------------------------------------------------
-# Old versions of three requests: each field is a number, or text behind its length.
+# Old versions of three requests: each field is a number, or a text after its length.
 
 _HANDSHAKE, _AUTHENTICATE, _INIT_PRODUCER_ID = 17, 36, 22
 _LOADING, _CONCURRENT = 14, 51
 
 
 def _ask(connection: socket.socket, key: int, version: int, body: bytes) -> bytes:
-    """Return the response to a request, without its head. Raises OSError."""
+    """Return the response to a request, without its header. Raises OSError."""
     request = struct.pack(">hhih", key, version, 1, 3) + b"kmq" + body
     connection.sendall(struct.pack(">i", len(request)) + request)
     with connection.makefile("rb", buffering=0) as stream:
@@ -149,7 +149,7 @@ def _show_token(connection: socket.socket, token: str) -> None:
 
 
 def _fence(settings: Settings, id: str, timeout_ms: int) -> None:
-    """Take the next epoch of an id, which aborts what is open."""
+    """Take the next epoch of an id, which aborts its open transaction."""
     port = read_port(settings, "kafka", settings.kafka_port if "kafka_port" in settings.given else 0)
     body = struct.pack(">h", len(id.encode())) + id.encode() + struct.pack(">i", timeout_ms)
     until = time.monotonic() + _PATIENCE_S
@@ -165,7 +165,7 @@ def _fence(settings: Settings, id: str, timeout_ms: int) -> None:
                     raise RetryError(
                         f"{id}: was not aborted: Kafka's error {code}; see the log of the gateway: kmq logs"
                     )
-                time.sleep(_PAUSE_S)  # what is decided is being written
+                time.sleep(_PAUSE_S)  # the outcome of the transaction is being written
     except OSError as err:
         raise RetryError(f"the Kafka port: {err}; is the broker up? (kmq status)") from err
 

@@ -18,8 +18,10 @@ import typer
 from kmq import cluster, gateway, logfmt
 from kmq.broker import status as statuses
 from kmq.broker import supervisor
+from kmq.broker.concerns import Finding
 from kmq.broker.data_directory import known_id
-from kmq.broker.health import LASTING, OF_SHARD, Finding, is_process
+from kmq.broker.health import LASTING, OF_SHARD, is_process
+from kmq.broker.ports import number_of
 from kmq.broker.stats import AGENT, REPLICA
 from kmq.broker.status import BrokerStatus, StageStatus
 from kmq.cli.output import examples
@@ -90,7 +92,7 @@ def up(
 
 
 def _override(foreground: bool, listen_addr: str | None, data_dir: str | None) -> None:
-    """Put what the command line says over the environment. Raises ConfigError that names the option."""
+    """Let the options of the command line override the environment. Raises ConfigError that names the option."""
     if not foreground:
         raise ConfigError(
             "--listen-addr and --data-dir are for --foreground, because later commands would look elsewhere;"
@@ -126,7 +128,7 @@ def _probed_host(listen_addr: str, host: str) -> str:
 
 
 def _check_cluster(settings: Settings) -> None:
-    """Raise ConfigError if the agent could not even begin."""
+    """Raise ConfigError if the agent could not even start."""
     if not cluster.is_installed():
         raise ConfigError(f"KMQ_CLUSTER and KMQ_CONSUL are set, and that needs: {pip_install('cluster')}")
     from kmq.cluster.queue import Place
@@ -148,7 +150,9 @@ def _refuse_second_start(settings: Settings, foreground: bool) -> None:
 
 
 def _refuse_shared_data(settings: Settings) -> None:
-    """Raise BusyError if another broker writes this WAL, before a half-started broker accepts what it cannot store."""
+    """Raise BusyError if another broker writes this WAL: else a half-started broker would accept lines it cannot
+    store.
+    """
     wal = FileLock(f"{settings.data}/append/.owner")
     if wal.is_held():
         raise BusyError(f"KMQ_DATA={settings.data} is held by {wal.holder()}: one broker per directory")
@@ -162,19 +166,20 @@ def _started_elsewhere(found: supervisor.Supervision) -> str:
 
 
 def _print_started(settings: Settings, startup: "Startup", status: BrokerStatus) -> None:
-    """Print what is up. Raises typer.Exit if not all of it is: with the code of a process that has ended for good."""
-    lines_in = ""  # in a shard only its leader takes lines
+    """Print what is up. If a process is not, raise typer.Exit, with the exit code of a process that has ended for
+    good.
+    """
+    lines_in = ""  # in a shard only the leader takes lines
     if status.stages[0].state == "ready":
         lines_in = f"lines in on {settings.host}:{read_port(settings, 'ingress', settings.port)}, "
     print(f"kmq: up; {lines_in}data in {settings.data}, log in {startup.log_path}")
     if status.gateway and status.gateway.state == "ready":
-        grpc, http = read_port(settings, "grpc", settings.grpc_port), read_port(settings, "http", settings.http_port)
-        kafka = (
-            f", Kafka on {settings.host}:{read_port(settings, 'kafka', settings.kafka_number)}"
-            if settings.has_kafka()
-            else ""
-        )
-        print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}{kafka}")
+        open_doors = [
+            f"{shown}{settings.host}:{read_port(settings, name, number_of(settings, name))}"
+            for name, shown in (("grpc", "gRPC on "), ("http", "HTTP on http://"), ("kafka", "Kafka on "))
+            if name not in status.closed and (name != "kafka" or settings.has_kafka())
+        ]
+        print(f"kmq: {', '.join(open_doors) or 'the gateway runs'}")
     if status.replica and status.role:
         print(f"kmq: shard {settings.shard}: {status.role}")
     for finding in (*_of_shard(status), *status.verdict.warnings):
@@ -223,18 +228,20 @@ class Startup:
         )
 
     def _started(self, processes: list[StageStatus]) -> int:
-        """Return how many of them this start has brought up, or found running: a gateway may have been started by hand."""
+        """Return how many this start has started or found running: a gateway may have been started by hand."""
         return sum(each.begun > self._launched or is_process(each.pid, each.name) for each in processes)
 
     def ended(self, status: BrokerStatus) -> list[StageStatus]:
-        """Return the processes of this start that have ended for good, while the stages run: with a stage the broker ends."""
+        """Return the processes of this start that have ended for good while the stages run. If a stage ends, the
+        broker ends.
+        """
         others = [each for each in status.processes if each.name not in STAGES]
         return [each for each in others if each.begun > self._launched and each.exit_code in NO_RESTART]
 
     def _check_lasting(self, status: BrokerStatus) -> None:
         """Raise KmqError if all stages run, but are not ready for a reason that waiting does not end.
 
-        The gateway may be missing: without space it cannot write where it listens, and ends again and again.
+        The gateway may be missing: without space it cannot write its ports to files, and ends again and again.
         """
         lasting = next((reason for reason in status.verdict.reasons if reason.code in LASTING), None)
         if not (lasting and self._started(status.stages) == len(STAGES)):
@@ -255,7 +262,7 @@ class Startup:
         raise typer.Exit(code if code > 0 else EXIT_FAILED)
 
     def print_errors(self, summary: str) -> None:
-        """Print the errors that the log holds since the start, or its last lines, then `summary`."""
+        """Print the errors in the log since the start, or its last lines, then `summary`."""
         with self.log_path.open("rb") as log:
             log.seek(self._log_begin if self._log_begin <= os.fstat(log.fileno()).st_size else 0)  # a new file since
             lines = [line.rstrip() for line in log.read().decode(errors="replace").splitlines()]
@@ -268,18 +275,20 @@ _IS_ERROR = re.compile(r'level=error|"level": "error"')
 
 
 def _is_ready_but_for(status: BrokerStatus, ended: list[StageStatus]) -> bool:
-    """Return True if nothing but the end of these processes, or other brokers, keeps the broker from being ready."""
+    """Return True if only the end of these processes, or other brokers of the shard, keep the broker from being
+    ready.
+    """
     names, elsewhere = {each.name for each in ended}, _of_shard(status)
     return all(names.issuperset(reason.processes) or reason in elsewhere for reason in status.verdict.reasons)
 
 
 def _of_shard(status: BrokerStatus) -> list[Finding]:
-    """Return the reasons that a start here does not end."""
+    """Return the reasons that depend on other brokers of the shard, not on this start."""
     return [reason for reason in status.verdict.reasons if reason.code in OF_SHARD]
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """Open the log for appending, with its mode also if an older release made it with another mode."""
+    """Open the log for appending. Set its mode, because an older release may have created it with another mode."""
     log = open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, logfmt.FILE_MODE), "ab")
     os.fchmod(log.fileno(), logfmt.FILE_MODE)
     return log

@@ -1,9 +1,13 @@
 """Check the machine that a broker runs on: Python, limits, shared memory, memory, clock, ports, disk and permissions.
 
-Invariant   Nothing is changed, and no directory is made, except that `doorbells` removes what no broker can use any
-            more. A port is tried by binding to it, never by a connection. The file that is measured with has no name, or
-            one that is removed at once, and holds at most MOST_SYNCS blocks. A disk that hangs is given up after WAIT_S,
-            by leaving the child process that measures.
+    memory(settings)   → Check("memory", "ok", "…", "")
+
+Invariant   Nothing is changed, and no directory is created, except that `doorbells` removes doorbells that no broker
+can
+            use any more. A port is tried by binding to it, never by a connection. The file for measuring has no name,
+            or
+            is removed at once, and has at most MOST_SYNCS blocks. If a disk hangs, the check gives up after WAIT_S and
+            leaves the child process that measures.
 """
 
 import ctypes
@@ -19,7 +23,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kmq.broker import health
+from kmq.broker import concerns
 from kmq.broker.health import LIFELESS, state_of
 from kmq.broker.ports import wrong_host
 from kmq.broker.stats import REPLICA, StatsPage, peek
@@ -37,12 +41,12 @@ OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 LEVELS = (ERROR, WARNING, NOTE, OK)  # the most important first
 
 _OLDEST_PYTHON = (3, 11)
-_PROCESSES_BYTES = 192 * MIB  # what four stages, the gateway and the supervisor take beside the rings
+_PROCESSES_BYTES = 192 * MIB  # used by four stages, the gateway and the supervisor besides the rings
 _EARLIEST = 1_735_689_600  # 2025-01-01: no clock of a running broker is behind that
 _STEADY_S = 0.3  # how long the clock is watched
-_JUMP_S = 0.05  # more than a slewed clock moves in that time
+_JUMP_S = 0.05  # more than a slewed clock can move in that time
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
-_FOREVER = 1 << 60  # a memory limit beyond this is none
+_FOREVER = 1 << 60  # a memory limit above this means no limit
 
 
 class Check(NamedTuple):
@@ -121,7 +125,9 @@ def shared_memory(settings: Settings, is_up: bool) -> Check:
 
 
 def doorbells(settings: Settings, is_up: bool) -> Check:
-    """Check that the kernel has semaphores for the doorbells. Remove those that no ring of this instance has any more."""
+    """Check that the kernel has semaphores for the doorbells. Remove doorbells of this instance that have no ring
+    any more.
+    """
     removed = layout.remove_left_bells(settings.instance)
     used, limit = doorbell.usage()
     needed = 0 if is_up else 2 * len(layout.RINGS)
@@ -162,7 +168,7 @@ def _is_alive(instance: str, shm: str) -> bool:
     try:
         page = peek(instance, shm)
     except OSError:
-        return True  # another user's: not ours to judge
+        return True  # it belongs to another user, and is not judged here
     return page is None or any(state_of(name, row) not in LIFELESS for name, row in page.rows.items())
 
 
@@ -240,7 +246,7 @@ def clock(newest_s: float | None = None) -> Check:
 
 
 def _offset() -> float:
-    """Return the time of day less the monotonic clock: of several looks the one that was least interrupted."""
+    """Return the time of day minus the monotonic clock, from the quickest of several readings."""
     looks = []
     for _ in range(10):
         begin, now, end = time.monotonic(), time.time(), time.monotonic()
@@ -318,7 +324,7 @@ _CONNECT_S = 3.0
 
 
 def advertised(settings: Settings, is_up: bool) -> Iterator[Check]:
-    """Check that the addresses that Kafka's clients are told lead somewhere, as seen from this machine."""
+    """Check that the addresses that Kafka clients are given can be reached, as seen from this machine."""
     name = "KMQ_KAFKA_ADVERTISE"
     for host, port in (settings.kafka_advertise or {}).values():
         where, advice = (
@@ -423,8 +429,8 @@ def speed(settings: Settings) -> Check:
         said, _ = child.communicate(timeout=WAIT_S)
         times: list[float] = json.loads(said)["seconds"]
     except subprocess.TimeoutExpired:
-        child.kill()  # not waited for: what hangs in the kernel ends when the disk answers
-        advice = f"look at the disk of {path}: {health.of_kernel()}, iostat"
+        child.kill()  # do not wait: a process that hangs in the kernel ends when the disk answers
+        advice = f"look at the disk of {path}: {concerns.of_kernel()}, iostat"
         return Check(name, ERROR, f"a sync in {path} has not returned within {WAIT_S:.0f} s", advice)
     except (ValueError, KeyError):
         text = f"a file in {path} cannot be written and synced: {' '.join(said.split()) or 'no reason is known'}"
@@ -445,7 +451,7 @@ def _ms(seconds: float) -> str:
 
 
 def measure(path: str) -> list[float]:
-    """Return the seconds of each sync, the shortest first, of a file without a name in `path`."""
+    """Return the seconds of each sync of a nameless file in `path`, the shortest first."""
     times: list[float] = []
     with tempfile.TemporaryFile(prefix=".kmq-doctor-", dir=path) as file:
         deadline = time.monotonic() + SPAN_S
@@ -461,7 +467,7 @@ def measure(path: str) -> list[float]:
 
 
 def permissions(settings: Settings) -> Iterator[Check]:
-    """Check that the directories can be used by this user, and that secrets are read by nobody else."""
+    """Check that this user can use the directories, and that other users cannot read secrets."""
     for name, path in (("KMQ_DATA", settings.data), ("KMQ_PIPES", settings.pipes)):
         yield _directory(name, path, name == "KMQ_DATA" and not is_data(path))
     secrets = [("KMQ_TOKENS", settings.tokens), ("KMQ_TLS_KEY", settings.tls_key)]

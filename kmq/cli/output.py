@@ -1,4 +1,6 @@
-"""What all commands share: examples in help texts, groups of options, what they open, and counts while they work."""
+"""What all commands share: examples in help texts, groups of options, access to the broker, and counts on the
+terminal.
+"""
 
 import signal
 import threading
@@ -10,16 +12,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints, is_typeddict
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from kmq.broker import supervisor
 from kmq.config.settings import Settings, load
 from kmq.config.values import parse_duration
 from kmq.errors import ConfigError, pip_install
 from kmq.spark.pipelines.options import PipelineOption, declared
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kmq.cluster.queue import BroadcastQueue
 
 _REDRAW = 1024  # items between two updates if each item counts as one
@@ -33,8 +34,9 @@ def examples(*lines: str) -> str:
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
-# Options that travel together are one value: a parameter of a NamedTuple type becomes one option per field, and so does
-# one of a TypedDict that declares the options of a pipeline (kmq/spark/pipelines/options.py).
+# Options of one purpose are one value: a parameter of a NamedTuple type becomes one option per field. So does a
+# parameter
+# of a TypedDict that declares the options of a pipeline (kmq/spark/pipelines/options.py).
 
 
 def grouped(function: Callable[..., None]) -> Callable[..., None]:
@@ -55,16 +57,16 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fields(group: Any) -> dict[str, Callable[[Any], Any]]:
-    """Return the fields of a group that are options of a command, each with what makes its value."""
+    """Return the fields of a group that are options of a command, each with a function that makes its value."""
     if not is_typeddict(group):
         return dict.fromkeys(group._fields, lambda given: given)
     return {name: option.parse or (lambda given: given) for name, (_, option) in declared(group).items() if option.flag}
 
 
 def _options(parameter: Parameter, groups: dict[str, Any]) -> list[Parameter]:
-    """Return the options that a parameter stands for: the fields of a group, or the parameter itself.
+    """Return the options that replace a parameter: the fields of a group, or the parameter itself.
 
-    A default of the group gives fields their defaults.
+    The parameter's default gives the fields their defaults.
     """
     options, default = [parameter], parameter.default
     if group := groups.get(parameter.name):
@@ -79,7 +81,7 @@ def _options(parameter: Parameter, groups: dict[str, Any]) -> list[Parameter]:
 
 
 def _typed(name: str, kind: Any, option: PipelineOption) -> Parameter:
-    """Return an option of a pipeline as one of a command."""
+    """Return an option of a pipeline as an option of a command."""
     shown = typer.Option(option.flag, help=option.help, min=option.min)
     if option.parse is None:
         return Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=Annotated[kind, shown])
@@ -99,7 +101,9 @@ def seconds(option: str, text: str) -> float:
 
 
 def existing_data() -> str:
-    """Return KMQ_DATA. Raises ConfigError unless it is a data directory: a command that reads never makes one."""
+    """Return KMQ_DATA. Raises ConfigError unless it is a data directory: a command that reads never creates one."""
+    from kmq.broker import supervisor
+
     settings = load()
     if not supervisor.is_data(settings.data):
         raise ConfigError(supervisor.why_not_here(settings))
@@ -107,7 +111,7 @@ def existing_data() -> str:
 
 
 def local_headers(settings: Settings) -> dict[str, str]:
-    """Return the headers with which a command asks the gateway of this directory: the local token, if it has one."""
+    """Return the headers for requests to the gateway of this directory: the local token, if there is one."""
     from kmq.access import tokens
 
     token = tokens.local(settings)
@@ -115,7 +119,7 @@ def local_headers(settings: Settings) -> dict[str, str]:
 
 
 def open_queue() -> "BroadcastQueue":
-    """Return the Broadcast Queue of this directory's settings. Raises ConfigError that says what is missing."""
+    """Return the Broadcast Queue of this directory's settings. Raises ConfigError if a setting is missing."""
     try:
         from kmq.cluster.queue import BroadcastQueue
     except ImportError as error:
@@ -127,7 +131,9 @@ def open_queue() -> "BroadcastQueue":
 
 
 def stop_on_signals(stop: threading.Event) -> Callable[[], bool]:
-    """Let the first SIGINT or SIGTERM set `stop`, and the second do what it does anyway. Returns: was it SIGINT?"""
+    """Let the first SIGINT or SIGTERM set `stop`, and the second have its default effect. The result tells whether
+    the first was SIGINT.
+    """
     got: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -144,8 +150,12 @@ def stop_on_signals(stop: threading.Event) -> Callable[[], bool]:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def table(*columns: str) -> Table:
-    """Return a table without lines. A title that begins with > is one of numbers, which stand at the right."""
+def table(*columns: str) -> "Table":
+    """Return a table without borders. A title that begins with > is that of a column of numbers, aligned to the
+    right.
+    """
+    from rich.table import Table
+
     made = Table(box=None, pad_edge=False, header_style="bold")
     for title in columns:
         made.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left")
@@ -159,6 +169,8 @@ def table(*columns: str) -> Table:
 @contextmanager
 def counting(text: str) -> Iterator[Callable[[float], None]]:
     """Show `text` while the block runs. Yields a function that adds its argument to the text's {task.completed}."""
+    from rich.console import Console
+
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda amount: None
@@ -172,7 +184,7 @@ def counting(text: str) -> Iterator[Callable[[float], None]]:
 
 
 def counted(items: Iterable[_T], verb: str, size: Callable[[_T], int] | None = None) -> Iterator[_T]:
-    """Yield `items`, and show `verb` with their number. `size` returns how many an item counts for; None: one."""
+    """Yield `items`, and show `verb` with their number. `size` returns how much an item counts; None: one."""
     with counting(verb + " {task.completed:,.0f}") as advance:
         for number, item in enumerate(items, 1):
             yield item

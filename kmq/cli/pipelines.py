@@ -15,16 +15,16 @@ kmq/spark/pipelines/options.py), opens a session with `running`, and calls the `
 Importing this module imports neither pyspark nor pyarrow: `kmq up` starts as fast as before.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from kmq.cli.output import examples, grouped, seconds
-from kmq.cli.spark_options import From, On, TargetOptions, TopicOptions, Unreachable, running
-from kmq.errors import ConfigError
+from kmq.cli.output import examples, grouped
+from kmq.cli.spark_options import From, Loss, On, TargetOptions, TopicOptions, Unreachable, running
+from kmq.errors import ConfigError, KmqError
 from kmq.spark.pipelines.options import (
     LOG,
-    MIN_DIRTY,
     MIRROR_EVERY,
     PARQUET,
     ArchiveLetters,
@@ -45,7 +45,18 @@ pipeline_app = typer.Typer(
     help="Pipelines on Spark: run one, list them, see their progress.",
     epilog=examples("kmq pipeline list", "kmq pipeline run audit", "kmq pipeline status"),
 )
-run_app = typer.Typer(no_args_is_help=True, help="Run a pipeline on Spark.", epilog=examples("kmq pipeline list"))
+
+
+class _Pipelines(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] == "compact":  # a pipeline of earlier releases
+            raise ConfigError("compact: no longer a pipeline; the broker compacts topics with cleanup=compact itself")
+        return super().resolve_command(ctx, args)
+
+
+run_app = typer.Typer(
+    cls=_Pipelines, no_args_is_help=True, help="Run a pipeline on Spark.", epilog=examples("kmq pipeline list")
+)
 pipeline_app.add_typer(run_app, name="run")
 
 _EVERY_SECOND: Follow = {"every": MIRROR_EVERY}
@@ -75,6 +86,7 @@ def archive(
     origin: From,
     topics: TopicOptions,
     unreachable: Unreachable,
+    loss: Loss,
     payload: Payloads,
     letters: ArchiveLetters,
     target: TargetOptions,
@@ -82,7 +94,7 @@ def archive(
     on: On,
 ) -> None:
     """Write topics to a Parquet, Delta or Iceberg table, exactly once. JSON is typed; bad JSON goes to <topic>.dlq."""
-    where = origin.options() | topics.options() | unreachable.options()
+    where = origin.options() | topics.options() | unreachable.options() | loss.options()
     with running("archive", on, continuous=not follow["once"]) as job:
         from kmq.spark.pipelines import archive
 
@@ -132,61 +144,6 @@ def audit(
         raise typer.Exit(audit.run(job.spark, origin.options(), report, as_json, limit, job.progress))
 
 
-# --- compact ---------------------------------------------------------------------------------------------------------
-
-
-@run_app.command(
-    epilog=examples(
-        "kmq topics create users --set cleanup=compact",
-        "kmq pipeline run compact --dry-run",
-        "kmq pipeline run compact --topics users --min-dirty 0.2",
-    )
-)
-@grouped
-def compact(
-    *,
-    origin: From,
-    topics: TopicOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted; change nothing.")] = False,
-    min_dirty: Annotated[
-        float,
-        typer.Option(
-            "--min-dirty",
-            min=0,
-            max=1,
-            help="Skip partitions that would shrink by less than this share.",
-        ),
-    ] = MIN_DIRTY,
-    tombstones: Annotated[
-        str,
-        typer.Option(
-            "--tombstones",
-            help="Delete tombstones older than this, once the WAL no longer has them; default: the topic's"
-            " delete_retention.",
-        ),
-    ] = "",
-    on: On,
-) -> None:
-    """Keep only the latest record of each key, in topics declared with cleanup=compact. Offsets do not change."""
-    where = origin.options() | topics.options(".*")
-    with running("compact", on) as job:
-        from kmq.spark.pipelines import compact
-
-        age = seconds("--tombstones", tombstones) if tombstones else None
-        done = compact.run(job.spark, where, dry_run, min_dirty, age, job.progress)
-        job.progress.stop()
-        if not done:
-            print(
-                "nothing to compact: no topic with cleanup=compact has a sealed segment that the router's last"
-                " checkpoint covers; the router writes a checkpoint within 30 s, and at kmq down"
-            )
-        for log in done:
-            print(
-                f"topic={log.topic} partition={log.partition} segments={log.segments} records={log.records}"
-                f" bytes={log.bytes} dirty={log.dirty:.2f} compacted={'yes' if log.done else 'no'}"
-            )
-
-
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +161,7 @@ def metrics(
     origin: From,
     topics: TopicOptions,
     unreachable: Unreachable,
+    loss: Loss,
     windows: Windows,
     to: Annotated[
         str, typer.Option("--to", help="Add closed windows to the table in this directory, or s3://bucket/prefix.")
@@ -218,7 +176,7 @@ def metrics(
     on: On,
 ) -> None:
     """Compute rates, sizes, keys and delays per topic and time window. Print them, or add them to a table or topic."""
-    where = origin.options() | topics.options(".*") | unreachable.options()
+    where = origin.options() | topics.options(".*") | unreachable.options() | loss.options()
     with running("metrics", on, continuous=not follow["once"]) as job:
         from kmq.spark.pipelines import metrics
 
@@ -261,23 +219,29 @@ def mirror(
     origin: From,
     topics: TopicOptions,
     unreachable: Unreachable,
+    loss: Loss,
     follow: Follow = _EVERY_SECOND,
     on: On,
 ) -> None:
     """Copy topics to another broker: each message once, its origin in headers, messages of a key together."""
-    where = origin.options() | topics.options() | unreachable.options()
+    where = origin.options() | topics.options() | unreachable.options() | loss.options()
     connection = target.options()
     if to_path and to_brokers:
         raise ConfigError("give --to-path or --to-brokers, not both")
     with running("mirror", on, continuous=not follow["once"]) as job:
         from kmq.spark.connections import Access
+        from kmq.spark.paths import directory_here
         from kmq.spark.pipelines import mirror
         from kmq.spark.source.brokers import open_broker, recognised
 
         access = Access.of({name: text for name, text in connection.items() if name != "kmq.timeout"})
         if len(recognised(to_brokers.split(","), access)) > 1:
             raise ConfigError(f"--to-brokers {to_brokers}: must be one broker, or the addresses of one shard")
-        logs = open_broker(to_path or to_brokers, bool(to_path), access) if to_path or to_brokers else None
+        logs = (
+            open_broker(directory_here(to_path, "--to-path") or to_brokers, bool(to_path), access)
+            if to_path or to_brokers
+            else None
+        )
         done = mirror.run(job.spark, where, to, logs, progress=job.progress, connection=connection, **replay, **follow)
         job.progress.stop()
         print(f"mirrored {done.rows:,} messages in {done.batches} batches to {to}; copies left out: {done.skipped:,}")
@@ -305,6 +269,7 @@ def redrive(
     sending: RedriveSending,
     target: TargetOptions,
     origin: From,
+    loss: Loss,
     on: On,
 ) -> None:
     """Send dead letters again under new keys, selected and renamed by SQL. A repeated redrive stores nothing twice."""
@@ -314,7 +279,7 @@ def redrive(
     from kmq.deadletters import redrive as rules
 
     expression = to_sql or rules.to_sql("{routing_key}" if to is None else to)
-    source = origin.options()
+    source = origin.options() | loss.options()
     with running("redrive", on) as job:
         from kmq.spark.pipelines import redrive
 
@@ -324,6 +289,10 @@ def redrive(
         )
         job.progress.stop()
         print(redrive.text(found, topic, dropped, sending["dry_run"]))
+        if found.refused:
+            raise KmqError(
+                f"{found.refused} records were refused and stay where they are; too_long: raise KMQ_MAX_LINE"
+            )
 
 
 # --- route -----------------------------------------------------------------------------------------------------------
@@ -348,11 +317,12 @@ def route(
     ] = LOG,
     output: RouteTo,
     origin: From,
+    loss: Loss,
     follow: RouteFollow,
     on: On,
 ) -> None:
     """Sort WALs into topics and partitions, exactly once: rebuild a pod's queues, or make one table of many pods."""
-    where = origin.options()
+    where = origin.options() | loss.options()
     with running("route", on, continuous=not follow["once"]) as job:
         from kmq.spark.pipelines import route
 

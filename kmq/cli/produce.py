@@ -1,5 +1,6 @@
 """`kmq produce`: send messages as blocks of lines, and report how many were sent or stored."""
 
+import codecs
 import itertools
 import math
 import os
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 _ASK_S = 1.0  # longest wait for the reply of ingress
 _REPLY_S = 60.0  # longest wait for replies without --timeout
 _BLOCK_BYTES = 64 * KIB
+_JUDGED_BYTES = 64  # of stdin, to detect its encoding
 
 
 class MessageOptions(NamedTuple):
-    """What each message has besides its value."""
+    """The fields of each message besides its value."""
 
     key: Annotated[
         str | None, typer.Option("--key", help="The key of the messages, any text; the argument is then the topic.")
@@ -135,7 +137,7 @@ class LongLine(bytes):
         return f"line {self.number:,} has {self.length:,} bytes, and the limit is {self.limit:,} (KMQ_MAX_LINE)"
 
     def letter(self, head: bytes) -> "LongLine":
-        """Return the dead letter of this line, which is sent behind `head`."""
+        """Return the dead letter for this line, which is sent after `head`."""
         first, room = head + self, self.limit - record.MALFORMED_OVERHEAD
         letter = record.malformed("too_long", first, len(head) + self.length, room) + b"\n"
         return LongLine(letter, self.number, self.length, self.limit)
@@ -144,18 +146,22 @@ class LongLine(bytes):
 def _read_blocks(fd: int, limit: Callable[[], int]) -> Iterator[list[bytes]]:
     """Yield the lines of `fd`, as many at a time as are available, so that a typed line is sent at once.
 
-    Of a line that is over the limit only so many bytes are kept. `limit` is not asked for shorter ones than a block.
+    Of a line over the limit only the first bytes are kept. `limit` is called only for lines longer than a block.
     """
     if os.isatty(fd):
         say("reading messages from the terminal, one per line; end with Ctrl-D")
-    kept, length, number = bytearray(), 0, 1  # of the line whose newline is still to come
+    kept, length, number = bytearray(), 0, 1  # of a line whose newline has not arrived yet
 
     def line() -> bytes:
         if length > _BLOCK_BYTES and length > (most := limit()):
             return LongLine(bytes(kept[:most]), number, length, most)
         return bytes(kept)
 
+    is_begun = False
     while data := os.read(fd, _BLOCK_BYTES):
+        if not is_begun:
+            _check_encoding(data)
+            is_begun = True
         first, *others = data.split(b"\n")
         if length <= _BLOCK_BYTES or length <= limit():
             kept += first
@@ -175,8 +181,30 @@ def _read_blocks(fd: int, limit: Callable[[], int]) -> Iterator[list[bytes]]:
         yield [line()]
 
 
+def _check_encoding(data: bytes) -> None:
+    """Judge the first bytes of stdin. Raises ConfigError for UTF-16 and UTF-32, whose lines do not end in one newline byte."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+        raise ConfigError(
+            "stdin: begins with the mark of UTF-16 or UTF-32, in which a newline is no line's end here;"
+            " convert it: iconv -f UTF-16 -t UTF-8 <file> | kmq produce …"
+        )
+    if data.startswith(codecs.BOM_UTF8):
+        say("stdin begins with a byte order mark (EF BB BF): it is sent as a part of the first line")
+    elif len(start := data[:_JUDGED_BYTES]) >= _JUDGED_BYTES // 4 and 0 in start and _is_utf16(start):
+        say(
+            "stdin looks like UTF-16 without a mark: each NUL is sent as a part of its line; iconv -t UTF-8 converts it"
+        )
+
+
+def _is_utf16(start: bytes) -> bool:
+    """Return True if every second byte is NUL and no other is, as in English text."""
+    return any(not any(start[place::2]) and all(start[1 - place :: 2]) for place in (0, 1))
+
+
 def _routing_key(given: str, fields: MessageOptions) -> bytes:
     """Return the routing key of the messages; b"" for whole lines. Raises ConfigError."""
+    if given.partition(".")[0] == record.MALFORMED.partition(b".")[0].decode():
+        say("topic dead is where the broker keeps lines that are no messages: these messages will stand among them")
     if fields.key is not None:
         try:
             return make_routing_key(given, os.fsencode(fields.key))
@@ -191,7 +219,7 @@ def _routing_key(given: str, fields: MessageOptions) -> bytes:
 
 
 def _headers(given: list[str]) -> bytes:
-    """Return the headers as the field of a line has them. Raises ConfigError."""
+    """Return the headers in the form of a line's field. Raises ConfigError."""
     pairs = []
     for each in given:
         name, equals, value = each.partition("=")
@@ -218,7 +246,7 @@ def _as_lines(
 
 
 def _malformed(block: list[bytes], max_line: int) -> list[str]:
-    """Return what is wrong with lines that are kept as dead letters: nobody else says so."""
+    """Return the faults of lines that are stored as dead letters, because nothing else reports them."""
     if isinstance(block[0], LongLine):
         return [str(block[0])]
     data = b"".join(block)
@@ -259,9 +287,10 @@ class StoredTotals:
         self._patience = patience
 
     def add(self, sender: "Producer", lines: Sequence[bytes], delivery: "Delivery") -> None:
-        """Add the replies to `lines`; without a name of its own a producer has sent nothing before.
+        """Add the replies to `lines`. A producer with a generated name has no earlier messages.
 
-        What a connection that broke had stored is repeated, too, and has higher ids.
+        Lines that a broken connection had stored are duplicates too, but have higher ids than the last one at the
+        start.
         """
         if delivery.answered:
             self._patience.moved()
@@ -291,7 +320,7 @@ class StoredTotals:
 def _store(blocks: Iterable[list[bytes]], sender: "Producer", stored: StoredTotals, is_numbered: bool) -> StoredTotals:
     """Send whole lines that have ids, and wait until they are stored. Raises KmqError naming the first refusal.
 
-    `is_numbered`: the ids are the numbers of the lines, so the last id says how many came under this name before.
+    `is_numbered`: the ids are line numbers, so the last id tells how many lines were sent under this name before.
     """
     from kmq.client.failures import NotAnswered
 
@@ -317,10 +346,13 @@ def _store(blocks: Iterable[list[bytes]], sender: "Producer", stored: StoredTota
 
 
 def _check_repeat(stored: StoredTotals, last_id: int) -> None:
-    """Warn that not one line was new. Raises KmqError if fewer lines were given than had been sent under this name.
+    """Warn that no line was new. Raises KmqError if fewer lines were given than were sent under this name before.
 
-    Who sends a file again after a crash gives no fewer: that is a success, because all of it is stored. Other lines would
-    be lost. Where there are no fewer of them, the broker has noticed: it knows the contents of the last ids.
+    A file that is sent again after a crash has no fewer lines, and that is a success: all of it is stored. Fewer lines
+    are
+    other lines, and would be lost. If there are as many other lines, the broker detects them: it knows the contents of
+    the
+    last ids.
     """
     if stored.given < last_id:
         raise KmqError(
@@ -331,7 +363,7 @@ def _check_repeat(stored: StoredTotals, last_id: int) -> None:
 
 
 def _acknowledged(producer: str, dedupe: bool, patience: Patience, timeout_s: float | None) -> "Producer":
-    """Return the sender for --acks. A named one asks which id of its name is the last."""
+    """Return the producer for --acks. A named one asks for the last id of its name."""
     return open_producer(
         {
             "producer": producer,
@@ -344,7 +376,7 @@ def _acknowledged(producer: str, dedupe: bool, patience: Patience, timeout_s: fl
 
 
 def open_producer(options: "Choices") -> "Producer":
-    """Return a producer for the broker that the command is for: of this directory, or elsewhere."""
+    """Return a producer for the broker of this command: that of this directory, or one elsewhere."""
     from kmq.client.producer import Producer
 
     if (there := elsewhere()) is None:
@@ -369,11 +401,11 @@ def _limited(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
 
 
 # --- why nothing is accepted -----------------------------------------------------------------------------------------
-# As far as a producer can find out: from the stats page, or by asking ingress.
+# As far as a producer can find out: from the stats page, or by connecting to ingress.
 
 
 def obstacle(settings: Settings) -> str:
-    """Return what keeps the broker from accepting messages, as far as this process can see."""
+    """Return why the broker accepts no messages, as far as this process can see."""
     return (_is_here(settings.host) and _of_stages(settings)) or _of_greeting(settings)
 
 
@@ -391,7 +423,7 @@ def _of_stages(settings: Settings) -> str:
         found = status.collect(settings)
     except (OSError, KmqError):  # the stats page belongs to another user
         return ""
-    reasons = found.verdict.reasons if found.stages else []  # without stages the page is another broker's
+    reasons = found.verdict.reasons if found.stages else []  # without stages the page belongs to another broker
     return "; ".join(f"{reason}; {reason.advice}" for reason in reasons)
 
 

@@ -139,7 +139,9 @@ def _list(text: str) -> tuple[str, ...]:
 
 
 def _sources(origin: From, ask: bool = True) -> "Sources":
-    """Return where to ask for the ends of logs: --path and --brokers, or else what each checkpoint names."""
+    """Return the brokers to ask for the ends of logs: --path and --brokers, or else those that each checkpoint
+    names.
+    """
     from kmq.spark.connections import Access
     from kmq.spark.streaming.status import PATIENCE, Sources
 

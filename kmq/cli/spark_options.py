@@ -1,5 +1,6 @@
 """What commands on Spark share: groups of options (output.py says how groups work), and the session and its end."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,7 +51,7 @@ class From(NamedTuple):
 
 
 class Unreachable(NamedTuple):
-    """What a stream over several brokers does without one."""
+    """What a stream over several brokers does while one of them is unreachable."""
 
     on_unreachable: Annotated[
         str,
@@ -64,6 +65,26 @@ class Unreachable(NamedTuple):
     def options(self) -> dict[str, str]:
         """Return the options of format("kmq")."""
         return {"onUnreachable": self.on_unreachable} if self.on_unreachable else {}
+
+
+class Loss(NamedTuple):
+    """What a pipeline does if records that it was to read are lost."""
+
+    on_loss: Annotated[
+        str,
+        typer.Option(
+            "--on-loss",
+            help="Records that are gone before they were read: fail, or skip: go on, each range is named in the log."
+            " \\[default: fail]",
+            show_default=False,
+        ),
+    ] = ""
+
+    def options(self) -> dict[str, str]:
+        """Return the options of format("kmq"). Raises ConfigError."""
+        if self.on_loss not in ("", "fail", "skip"):
+            raise ConfigError(f"--on-loss {self.on_loss!r}: must be fail or skip")
+        return {"failOnDataLoss": "false"} if self.on_loss == "skip" else {}
 
 
 class TargetOptions(NamedTuple):
@@ -141,6 +162,33 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+# Options of format("kmq") that commands set, as errors name them → the option of the command.
+_OF_COMMANDS = {
+    r"failOnDataLoss=false": "--on-loss skip",
+    r"onUnreachable=hold": "--on-unreachable hold",
+    r"onUnreachable=fail": "--on-unreachable fail",
+    r"subscribePattern": "--pattern",
+    r"subscribe(?==)": "--topics",
+    r"kmq\.bootstrap\.servers": "--brokers",
+    r"kmq\.patience": "--patience",
+    r"kmq\.ssl\.ca\.location": "--ca",
+    r"kmq\.ssl\.certificate\.location": "--cert",
+    r"kmq\.ssl\.key\.location": "--key",
+    r"kmq\.token\b": "--token-file",
+    r"`path`": "--path",
+    r"\bpath(?=='| ')": "--path",
+}
+_OPTION = re.compile("|".join(f"({option})" for option in _OF_COMMANDS))
+
+
+def in_options_of_commands(text: str) -> str:
+    """Return the text of an error, with the command's options in place of those of format("kmq")."""
+    names = list(_OF_COMMANDS.values())
+    return _OPTION.sub(lambda found: names[(found.lastindex or 1) - 1], text)
+
+
 # --- session ---------------------------------------------------------------------------------------------------------
 
 _HERE = On()
@@ -181,11 +229,12 @@ def running(name: str, on: On = _HERE, continuous: bool = False, conf: dict[str,
         elif cause is None:
             raise
         else:
+            cause.args = (in_options_of_commands(str(cause)),)
             raise cause from error
     finally:
         stop.done()
         if spark:
-            with suppress(Exception):  # a JVM that has ended has nothing left to stop, and the cause is known already
+            with suppress(Exception):  # a JVM that has ended needs no stop, and the cause is known already
                 spark.stop()
     if stop.number:
         raise typer.Exit(EXIT_OK if continuous else 128 + stop.number)

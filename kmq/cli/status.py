@@ -2,10 +2,9 @@
 
 import json
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from kmq.broker import status as statuses
 from kmq.broker import supervisor
@@ -15,6 +14,9 @@ from kmq.cli.output import examples, table
 from kmq.config import terminal
 from kmq.config.settings import STAGES, Settings, load
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _COLOURS = {  # by state; every other state is red
     **dict.fromkeys(("ready", "following"), "green"),
@@ -57,14 +59,14 @@ def _print_status(settings: Settings, found: BrokerStatus) -> None:
 
 
 def show_table(found: BrokerStatus) -> None:
-    """Print a row for each process, with less space between the columns where the terminal is narrow."""
+    """Print a row for each process, with less space between the columns on a narrow terminal."""
     console, shown = terminal.console(), _as_table(found)
     unbounded = console.options.update(max_width=10_000)
     shown.collapse_padding = console.measure(shown, options=unbounded).maximum > console.width
     console.print(shown)
 
 
-def _as_table(found: BrokerStatus) -> Table:
+def _as_table(found: BrokerStatus) -> "Table":
     shown = table(*_COLUMNS)
     waiting = {
         "ingress": f"{found.stages[0].connections} producers",
@@ -95,6 +97,11 @@ def _print_remarks(found: BrokerStatus) -> None:
             f"kafka {port}   connections: {connections:,}   producers: {producers:,}"
             f"   from cache: {cached:,}   from lines: {rendered:,}"
         )
+    for each in found.followers:
+        delay = "-" if each["ack_delay"] is None else f"{each['ack_delay']:.3f} s"
+        place = "in the ISR" if each["in_isr"] else "out of the ISR"
+        away = "" if each["connected"] else "   does not follow"
+        _print(f"follower {each['broker']}   {place}   ack delay: {delay}{away}", "yellow" if each["slow"] else None)
     refused, dropped = sum(stage.refused for stage in found.stages), sum(stage.dropped for stage in found.stages)
     if refused or dropped:
         _print(f"refused: {refused:,}   dropped (see dropped.log): {dropped:,}")

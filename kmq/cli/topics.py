@@ -41,21 +41,23 @@ _NAME = typer.Argument(help="A topic; see kmq topics list.")
 
 
 def _require(settings: Settings, name: str) -> None:
-    """Raise ConfigError, with the nearest name that exists, if there is no such topic."""
+    """Raise ConfigError, with the nearest existing name, if there is no such topic."""
     names = topics.names(settings.data) if os.path.isdir(f"{settings.data}/topics") else []
     if name not in names:
         raise topics.unknown(name, names)
 
 
 def _require_leader(settings: Settings) -> None:
-    """Raise BusyError if this broker does not lead its shard: it would refuse the request, and only its log would say so."""
+    """Raise BusyError if this broker does not lead its shard: it would refuse the request, and only its log would
+    say so.
+    """
     if not settings.shard:
         return
     from kmq.links.role import LEADING, STARTING, RolePage
 
     page = RolePage.find(settings.instance, known_id(settings))
     if page is None or page.read().role not in (STARTING, LEADING):
-        leader = page.leader.get("broker") if page is not None else None
+        leader = (page.leader or {}).get("broker") if page is not None else None
         advice = f"run it at broker {leader}, which does" if leader else "kmq cluster status says who does"
         raise BusyError(
             f"this broker does not lead the shard {settings.shard}, and only who leads changes topics; {advice}"
@@ -115,7 +117,7 @@ def create(
     while True:
         found = topics.read(settings.data, name)
         from_seq = found.from_seq
-        if from_seq is not None:  # also where the broker has become unready since
+        if from_seq is not None:  # even if the broker has become unready since then
             if (found.partitions, found.partitioner, found.limits) != (partitions, partitioner, limits):
                 text = "a message or another command was first, so it is not as you declared it; see kmq topics show"
                 raise KmqError(f"topic {name}: exists with {found.partitions} partition(s): {text} {name}")
@@ -168,7 +170,7 @@ def _rows(data: str, with_own: bool) -> list[dict[str, Any]]:
 
 
 def _rows_elsewhere(with_own: bool) -> list[dict[str, Any]]:
-    """Return the same of a broker elsewhere: a request per topic, because only one topic alone is told with its sizes."""
+    """Return the same rows for a broker elsewhere, with a request per topic: only such a request returns sizes."""
     names = [row["name"] for row in ask("GET", f"/api/topics?internal={str(with_own).lower()}")]
     found = (ask("GET", f"/api/admin/topics/{quote(name)}", topic=name) for name in names)
     return [
@@ -252,6 +254,7 @@ def _set(settings: Settings, name: str, changes: list[str], unset: list[str]) ->
     own = topic_changes.limits_to_be(settings.data, name, topics.read(settings.data, name).limits)
     topic_changes.apply(own, asked)
     Limits().with_changes(own)
+    topics.check_letters(name, asked)
     request = topic_changes.submit(settings.data, topic_changes.SET, name, asked)
     changed = " ".join(f"{limit}={value}" if value else f"{limit} unset" for limit, value in asked.items())
     if not _is_carried_out(settings, request):
@@ -277,7 +280,7 @@ def _set_elsewhere(name: str, changes: list[str], partitions: int | None, force:
 
 
 def _as_options(limits: dict[str, str]) -> dict[str, int | str | None]:
-    """Return limits as the HTTP API names and counts them. Raises ConfigError."""
+    """Return limits with the names and units of the HTTP API. Raises ConfigError."""
     from kmq.gateway.core.topics import OPTIONS
 
     names = {option.limit: name for name, option in OPTIONS.items()}
@@ -291,7 +294,9 @@ def _as_options(limits: dict[str, str]) -> dict[str, int | str | None]:
 
 
 def _parse_changes(name: str, pairs: list[str]) -> dict[str, str]:
-    """Return limit → text; "" means the setting again. Raises ConfigError without a pair, or for an unknown limit."""
+    """Return limit → text; "" for a return to the setting. Raises ConfigError without a pair, or for an unknown
+    limit.
+    """
     asked = {}
     for pair in pairs:
         limit, equals, value = (part.strip() for part in pair.partition("="))
@@ -340,7 +345,7 @@ def show(
 
 
 def _show_elsewhere(name: str, as_json: bool) -> None:
-    """Show what the HTTP API says: every limit in force, but not where it comes from."""
+    """Show a topic from the HTTP API: every limit in force, but not where it comes from."""
     found = ask("GET", f"/api/admin/topics/{quote(name)}", topic=name)
     if as_json:
         print(json.dumps(found))
@@ -360,7 +365,7 @@ def _show_elsewhere(name: str, as_json: bool) -> None:
 
 
 def describe(settings: Settings, name: str) -> dict[str, Any]:
-    """Return a topic as a value for JSON; None stands for no limit, or for no message."""
+    """Return a topic as a value for JSON; None means no limit, or no message."""
     declared = topics.read(settings.data, name)
     pending = topic_changes.limits_to_be(settings.data, name, dict(declared.limits))
     in_force = InForce(settings).settings
@@ -478,14 +483,14 @@ def _refuse_own(name: str, what: str) -> None:
 
 
 def _confirm(what: str, it: str) -> None:
-    """Ask before something is deleted for good. Raises ConfigError where nobody can answer."""
+    """Ask for confirmation before a deletion for good. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to delete {it}")
     typer.confirm(f"{what}. Delete {it} for good?", abort=True)
 
 
 def _starts(name: str, sizes: list[PartitionSize], before: str, partition: int | None) -> dict[int, int]:
-    """Return with which offset each partition shall begin. Raises ConfigError."""
+    """Return the offset at which each partition is to begin. Raises ConfigError."""
     if before != _END and not before.isdecimal():
         raise ConfigError(f"--before {before}: must be an offset, or {_END}")
     if partition is None and before != _END and len(sizes) > 1:

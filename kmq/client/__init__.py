@@ -1,1 +1,1 @@
-"""Talking to a broker from Python."""
+"""The Python clients of a broker: Producer and Consumer, blocking and for asyncio."""

@@ -29,12 +29,16 @@ _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class ServerAddress(NamedTuple):
-    """Where the next connection goes. `among`: all addresses of the client if it has several, for errors."""
+    """The address of the next connection. `among`: for errors, all addresses of a client that has several.
+
+    `epoch`: the broker must be the leader of its shard in this epoch (kmq/ingress/hello.py).
+    """
 
     host: str
     port: int
     token: str = ""
     among: str = ""
+    epoch: int | None = None
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}" + (f" (one of {self.among})" if self.among else "")
@@ -60,7 +64,9 @@ def address_of(host: str, port: int | Callable[[], int]) -> Address:
 
 
 def read_hosts(text: str) -> Iterator[tuple[str, int | None]]:
-    """Yield the hosts of a comma-separated list, each with the port that it names. Raises ConfigError."""
+    """Yield (host, port) of each entry of a comma-separated list; port None if the entry has no port. Raises
+    ConfigError.
+    """
     for part in text.split(","):
         match = _HOST.fullmatch(part.strip())
         port = match["port"] if match is not None else None
@@ -74,14 +80,14 @@ def read_hosts(text: str) -> Iterator[tuple[str, int | None]]:
 def local_address() -> ServerAddress:
     """Return where the broker of this directory's settings listens, and the token for programs of its pod.
 
-    Ask again for each connection: after a restart the port may be another one.
+    Call it for each connection: after a restart the port may be another one.
     """
     settings = load()
     return ServerAddress(settings.host, read_port(settings, "ingress", settings.port), _local_token(settings))
 
 
 def local_consumer_address() -> ServerAddress:
-    """Return the same of the port for consumers."""
+    """Return the same for the port for consumers."""
     settings = load()
     return ServerAddress(settings.host, read_port(settings, "egress", settings.egress_port), _local_token(settings))
 
@@ -134,7 +140,7 @@ class Greeted(NamedTuple):
 
 
 def dial(address: Address, core: ProducerCore) -> Greeted:
-    """Connect and say hello. Raises RetryError that says why there is no connection."""
+    """Connect and say hello. Raises RetryError with the reason why there is no connection."""
     options = core.options
     where = "the broker"
     with contextlib.ExitStack() as undo:
@@ -142,7 +148,7 @@ def dial(address: Address, core: ProducerCore) -> Greeted:
             server = address()
             where, core.has_others = str(server), bool(server.among)
             sock = undo.enter_context(open_socket(server.host, server.port, options.tls, options.server_hostname))
-            sock.sendall(core.hello(server.token))
+            sock.sendall(core.hello(server.token, server.epoch))
             greeting = b""
             while not core.is_greeting(greeting):
                 data = sock.recv(4 * KIB)
@@ -166,14 +172,15 @@ class Channel:
     ) -> None:
         """`receive` processes bytes, or raises Refused. `take` returns what to write now, given the time.
 
-        Replies to a producer are short, and a buffer that malloc has to map anew each time costs 20 µs. So `read_bytes`
-        is small unless batches come.
+        Replies to a producer are short, and a buffer that malloc has to map for each read costs 20 µs. So `read_bytes`
+        is
+        small unless batches are read.
         """
         self._receive, self._take, self._read_bytes = receive, take, read_bytes
         self.attempts = 0  # to connect, since the broker last replied
         self._sock: socket.socket | None = None
         self._epoll = select.epoll()
-        self._out = memoryview(b"")  # taken, not yet accepted by the kernel
+        self._out = memoryview(b"")  # taken from the core, not yet accepted by the kernel
         self._wants_room = False
 
     @property
@@ -209,7 +216,7 @@ class Channel:
             return str(err)
 
     def write(self) -> str:
-        """Write what should go now, as far as the kernel accepts it. Returns the same as `read`."""
+        """Write what should be sent now, as far as the kernel accepts it. Returns the same as `read`."""
         sock = self._sock
         if sock is None:
             return ""

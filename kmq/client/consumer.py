@@ -3,19 +3,23 @@
     with kmq.Consumer("orders", group_id="billing") as consumer:
         for message in consumer:
             handle(message.key, message.value)
-            consumer.commit()                      # everything given out so far; consumer.commit(message): up to this one
+            consumer.commit()                      # everything handed out so far; consumer.commit(message): up to this
+            one
 
     with kmq.Consumer("orders", start="latest") as consumer:         # no group: all partitions, nothing is remembered
         for message in consumer.poll(max_records=100, timeout=5):
             print(message.offset, message.value)
 
-Promise     At least once: what was not committed comes again, and nothing is skipped. No call waits for ever in silence,
-            except iteration, which waits for records as long as it takes. After an outage a consumer goes on where it
-            was, as the same member.
-Threads     One thread at a time uses a consumer, and callbacks run in it, inside poll, iteration and close; on_revoke may
-            commit. That thread reads and writes in its own calls: a second thread that reads while the application
-            computes would wait for the interpreter at every read. The next batch waits in the socket meanwhile. A
-            background thread looks in twice a session or more often: it beats, takes in what has come, and reconnects.
+Promise     At least once: a message that was not committed is delivered again, and no message is skipped. Every call
+has a
+            timeout and says what it waited for, except iteration, which waits for records without a limit. After an
+            outage a consumer continues at its positions, as the same member.
+Threads     One thread at a time uses a consumer. Callbacks run in that thread, inside poll, iteration and close;
+on_revoke
+            may commit. The thread reads and writes the socket in its own calls, because a second thread that reads
+            while
+            the application computes would wait for the interpreter at every read. Meanwhile the next batch waits in the
+            socket. A background thread runs at least twice per session: it beats, reads replies, and reconnects.
 Locking     One lock guards the core and the socket. No thread waits while holding it. Callbacks run without it.
 """
 
@@ -65,10 +69,11 @@ class Consumer(ConsumerCalls):
         on_lost: OnPlaces | None = None,
         **options: Unpack[ConsumerChoices],
     ) -> None:
-        """`host`: one, or those of a shard, `a:5674,b:5674,c:5674`, which are tried in turn until one serves.
+        """`host`: one host, or those of a shard, `a:5674,b:5674,c:5674`, which are tried in turn until one serves.
 
         `port`: the port of a host without one; a number, or a function that is called before each connection.
-        on_assign: these partitions are read from now on.   on_revoke: they go to another member as soon as the callback
+        on_assign: the consumer reads these partitions from now on.   on_revoke: they go to another member when the
+        callback
         returns; it may commit.   on_lost: they are gone already; without it on_revoke is called.
         """
         driver = ConsumerDriver(ConsumerCore(choose(Consumer, ConsumerOptions, options)), address_of(host, port))
@@ -101,11 +106,13 @@ class Consumer(ConsumerCalls):
         return at_once(self._poll(max_records, timeout))
 
     def __iter__(self) -> Iterator[Message]:
-        """Yield messages one by one, waiting for the next one as long as it takes; until the consumer is closed."""
+        """Yield messages one by one until the consumer is closed. Waits for the next message without a limit."""
         while (chunk := at_once(self._next_chunk())) is not None:
             owned = chunk.owned
             for message in chunk.unread:
                 if not chunk.deliveries:
+                    if message.offset >= owned.handed_out:
+                        self._hand_out(owned, message.offset + 1)
                     owned.position = message.offset + 1
                 self._given = message
                 yield message
@@ -125,15 +132,18 @@ class Consumer(ConsumerCalls):
         producer: Callable[[str], Producer] | None = None,
         stop: Stop | None = None,
     ) -> None:
-        """Hand every message to `handler` and commit what it has handled, until `stop` is set or the consumer closed.
+        """Pass each message to `handler` and commit handled messages, until `stop` is set or the consumer is closed.
 
-        SIGTERM sets `stop` too, if this is the main thread and nobody else handles that signal. Elsewhere a program that
+        SIGTERM sets `stop` too, if this is the main thread and the signal has no other handler. Elsewhere a program
+        that
         is sent SIGTERM must set `stop` itself: else it dies, and its partitions wait until its session has ended.
 
-        A message whose handler raises is tried again, at most `max_retries` times; the other partitions go on. Then, or
-        if it raises kmq.Permanent or one of `permanent`, the message goes to the topic `dlq`; None: the exception ends
-        the run. `producer` makes the producer for dead letters, given its window; default: to port 5673 of the same
-        host, over TLS 5443. A consumer at another port than 5674 or 5444 must name it.
+        A message whose handler raises is retried at most `max_retries` times; other partitions are not held up. After
+        that, or at once for kmq.Permanent or one of `permanent`, the message goes to the topic `dlq`; with None the
+        exception
+        ends the run. `producer` makes the producer for dead letters, given its window; default: port 5673 of the same
+        host,
+        over TLS 5443. A consumer at another port than 5674 or 5444 must pass `producer`.
         """
         rules = Rules(max_retries, backoff, dlq, permanent)
         at_once(run_handler(self, handler, rules, producer or self._make_producer, stop))
@@ -160,21 +170,21 @@ class Consumer(ConsumerCalls):
         return {row.place: row.start for row in at_once(self._ask(places, timeout))}
 
     def end_offsets(self, places: Iterable[tuple[str, int]], timeout: float | None = None) -> dict[TopicPartition, int]:
-        """Return the offset behind the last record of each partition."""
+        """Return the offset after the last record of each partition."""
         return {row.place: row.end for row in at_once(self._ask(places, timeout))}
 
     def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None:
-        """Commit and wait until that is durable: all that was given out, or up to a message, or the next offsets.
+        """Commit and wait until it is durable: all that was handed out, or up to a message, or these next offsets.
 
-        Raises Refused: `fenced` if the partition is no longer this member's, so another one handles its records.
+        Raises Refused: `fenced` if the partition now belongs to another member, which handles its records.
         """
         at_once(self._commit(offsets, timeout))
 
     def nack(self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None) -> Nacked:
-        """Give a message back: the group is given it again after `delay` seconds, before new ones. Durable on return.
+        """Give a message back: the group gets it again after `delay` seconds, before new messages. Durable on return.
 
-        Commits may go beyond it. `.deliveries` of what is returned says how often it was delivered; after the topic's
-        max_deliveries it becomes a dead letter instead, with `reason`, and `.letter` says where that is.
+        Commits of later messages do not commit it. The result has `.deliveries`, how often it was delivered. After the
+        topic's max_deliveries it becomes a dead letter instead, with `reason`, and `.letter` says where that is.
         Raises Refused: `fenced` if the partition is no longer this member's, `out_of_range` if the message is gone.
         """
         return at_once(self._nack(message, delay, reason, timeout))
@@ -182,7 +192,7 @@ class Consumer(ConsumerCalls):
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Commit if the consumer commits by itself, give the partitions up, leave the group, close the connection."""
+        """Commit if auto_commit is on, give up the partitions, leave the group, close the connection."""
         self._given = None
         self._end()
 
@@ -199,7 +209,7 @@ class Consumer(ConsumerCalls):
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
-            self._given = None  # the block has handled what it was given
+            self._given = None  # the block has handled all that it was given
         self._end()
 
 
@@ -213,14 +223,14 @@ _JOIN_S = 5.0
 
 
 class ConsumerDriver(Mover):
-    """Moves a core's bytes."""
+    """Moves bytes between a core and its connection, in blocking calls."""
 
     def __init__(self, core: ConsumerCore, address: Address) -> None:
         super().__init__(core, address, threading.RLock())
-        self.is_due = False  # the background thread wants the application to look around
+        self.is_due = False  # the background thread wants the application's thread to look at the socket
         self._channel = Channel(core.receive, lambda _: core.requests.take(), _RECEIVE_BYTES)
         self._dialing = threading.Lock()
-        self._dial_at = 0.0  # not before, because an attempt has just failed
+        self._dial_at = 0.0  # earliest time of the next attempt, because one has just failed
         self._waiting = 0  # threads of the application that attend to the socket
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -243,7 +253,7 @@ class ConsumerDriver(Mover):
             self._waiting -= 1
 
     def _turn(self, is_ready: Callable[[], bool], left_s: float, fetches: bool) -> bool:
-        """Do what can be done now. Returns True if there is more to wait for."""
+        """Do what can be done without waiting. Return True if the caller has to wait."""
         if not self._channel.is_open:
             self._connect(max(left_s, 0.1))
         with self.lock:
@@ -255,7 +265,7 @@ class ConsumerDriver(Mover):
             if self.core.failed is not None:
                 raise self.core.failed
             if fetches:
-                self.core.fetch(now, max(left_s, 0.001))  # also who does not wait has nothing left
+                self.core.fetch(now, max(left_s, 0.001))  # not 0: the application has no records left
                 self.write()
         return True
 
@@ -268,7 +278,7 @@ class ConsumerDriver(Mover):
                 self._channel.poll(timeout_s)
 
     async def finish(self, returned: object) -> None:
-        """A callback has returned: so it is done."""
+        """Return at once: a callback of blocking code is done when it returns."""
 
     async def aside(self, work: Callable[[], Result]) -> Result:
         return work()
@@ -279,7 +289,7 @@ class ConsumerDriver(Mover):
     # --- with the lock held ------------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Read what has come, beat if that is due, and write."""
+        """Read replies, beat if that is due, and write."""
         if self._channel.is_open and (why := self._channel.read()):
             self.drop(why)
         if self._channel.is_open:
@@ -291,14 +301,14 @@ class ConsumerDriver(Mover):
             self.drop(why)
 
     def drop(self, reason: str, is_written: bool = False) -> None:
-        """Close the connection; the next turn makes another one."""
+        """Close the connection; the next turn opens another one."""
         self.core.lost(reason)
         self._channel.drop()
 
     # --- connections -------------------------------------------------------------------------------------------------
 
     def _connect(self, timeout_s: float) -> None:
-        """Make one attempt, unless one has just failed, or nothing is to be read."""
+        """Make one attempt, unless one has just failed, or there is nothing to read."""
         if time.monotonic() < self._dial_at or not self._dialing.acquire(blocking=False):
             return
         try:

@@ -81,11 +81,13 @@ class AsyncConsumer(ConsumerCalls):
     poll = ConsumerCalls._poll
 
     async def __aiter__(self) -> AsyncIterator[Message]:
-        """Yield messages one by one, waiting for the next one as long as it takes; until the consumer is closed."""
+        """Yield messages one by one until the consumer is closed. Waits for the next message without a limit."""
         while (chunk := await self._next_chunk()) is not None:
             looked_at = time.monotonic()
             for message in chunk.unread:
                 if not chunk.deliveries:
+                    if message.offset >= chunk.owned.handed_out:
+                        self._hand_out(chunk.owned, message.offset + 1)
                     chunk.owned.position = message.offset + 1
                 self._given = message
                 yield message
@@ -105,9 +107,9 @@ class AsyncConsumer(ConsumerCalls):
         producer: Callable[[str], Producer] | None = None,
         stop: Stop | None = None,
     ) -> None:
-        """Hand every message to `handler`, which may be a coroutine function. All else is as for kmq.Consumer.run.
+        """Pass each message to `handler`, which may be a coroutine function. All else is as for kmq.Consumer.run.
 
-        Ends when the consumer is closed, or its task is cancelled: the message being handled then comes again.
+        Ends when the consumer is closed or its task is cancelled. Then the message in the handler is delivered again.
         """
         rules = Rules(max_retries, backoff, dlq, permanent)
         await run_handler(self, handler, rules, producer or self._make_producer, stop)
@@ -133,13 +135,13 @@ class AsyncConsumer(ConsumerCalls):
     async def end_offsets(
         self, places: Iterable[tuple[str, int]], timeout: float | None = None
     ) -> dict[TopicPartition, int]:
-        """Return the offset behind the last record of each partition."""
+        """Return the offset after the last record of each partition."""
         return {row.place: row.end for row in await self._ask(places, timeout)}
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Commit if the consumer commits by itself, give the partitions up, leave the group, close the connection."""
+        """Commit if auto_commit is on, give up the partitions, leave the group, close the connection."""
         self._given = None
         await self._close()
 
@@ -148,7 +150,7 @@ class AsyncConsumer(ConsumerCalls):
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, where: TracebackType | None) -> None:
         if kind is None:
-            self._given = None  # the block has handled what it was given
+            self._given = None  # the block has handled all that it was given
         await self._close()
 
 
@@ -159,13 +161,13 @@ document(AsyncConsumer, ConsumerOptions)
 
 
 class ConsumerLink(Mover, asyncio.Protocol):
-    """Moves a core's bytes."""
+    """Moves bytes between a core and its connection, in an event loop."""
 
     def __init__(self, core: ConsumerCore, address: Address) -> None:
         super().__init__(core, address, contextlib.nullcontext())
-        self._changed = asyncio.Event()  # set, and replaced, whenever something has come
+        self._changed = asyncio.Event()  # set, and replaced, whenever data has arrived
         self._gone = asyncio.Event()  # there is no connection
-        self._used = asyncio.Event()  # the application has come back
+        self._used = asyncio.Event()  # the application has called again
         self._transport: asyncio.Transport | None = None
         self._attempts = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -184,7 +186,7 @@ class ConsumerLink(Mover, asyncio.Protocol):
                 raise self.core.failed
             left_s = deadline - now
             if fetches:
-                self.core.fetch(now, max(left_s, 0.001))  # also who does not wait has nothing left
+                self.core.fetch(now, max(left_s, 0.001))  # not 0: the application has no records left
             self.write()
             if left_s <= 0:
                 return False
@@ -296,7 +298,7 @@ class ConsumerLink(Mover, asyncio.Protocol):
             self._transport = transport
 
     async def _watch(self) -> None:
-        """Beat, and notice a broker that does not answer, and an application that does not come back."""
+        """Beat, and notice a broker that does not answer or an application that does not call again."""
         while not self.closed:
             await asyncio.sleep(min(1.0, self.core.options.session_s / 6))
             now = time.monotonic()

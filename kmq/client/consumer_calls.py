@@ -1,10 +1,11 @@
 """What kmq.Consumer and kmq.AsyncConsumer share: every call, the search for partitions, and attempts to connect.
 
-Waiting     A call that waits is a coroutine here. A `Mover` does the waiting: that of kmq.AsyncConsumer suspends the
-            coroutine, that of kmq.Consumer blocks within it. So `at_once` runs such a coroutine to its end without a
-            loop, in the thread that asks for it.
-Invariant   The consumer by itself commits only what the application has come back for: never the message that is being
-            handled, or that has raised an exception.
+Waiting     A call that waits is a coroutine here; its `Mover` does the waiting. The Mover of kmq.AsyncConsumer suspends
+            the coroutine. The Mover of kmq.Consumer blocks inside it, so `at_once` runs such a coroutine to its end
+            without a loop, in the calling thread.
+Invariant   Auto-commit never commits the message that is being handled, or one whose handler raised: only messages
+after
+            which the application has called again.
 Memory      At most _MOST_CALLBACKS commits wait for their callbacks.
 """
 
@@ -39,10 +40,10 @@ from kmq.wire.requests import (
     TopicPartition,
 )
 
-SLICE_S = 1.0  # longest wait without a look around
+SLICE_S = 1.0  # longest wait before a consumer checks its timers
 LEAVE_S = 1.0  # longest wait until the broker has taken the last requests
-_LAST_COMMIT_S = 10.0  # longest wait for a commit that the consumer makes by itself
-_FOR_EVER_S = 3600.0  # one wait of an iteration
+_LAST_COMMIT_S = 10.0  # longest wait until the broker has read the last requests
+_FOR_EVER_S = 3600.0  # one wait of an iteration, which repeats it
 _MOST_CALLBACKS = 10_000
 
 Offsets = Mapping[tuple[str, int], int]
@@ -54,14 +55,14 @@ Result = TypeVar("Result")
 
 
 def at_once(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine that never suspends, because what it waits for blocks instead."""
+    """Run a coroutine that never suspends, because its Mover blocks instead."""
     try:
         coroutine.send(None)
     except StopIteration as end:
         result: Result = end.value
         return result
     except RuntimeError as error:
-        if isinstance(error.__cause__, StopIteration):  # of a callback: no coroutine may raise it
+        if isinstance(error.__cause__, StopIteration):  # raised by a callback: a coroutine may not raise it
             raise error.__cause__ from None
         raise
     raise AssertionError("a blocking consumer has suspended")
@@ -76,9 +77,9 @@ class ConsumerCalls:
         self.options = driver.core.options
         self._core, self._driver, self._lock = driver.core, driver, driver.lock
         self._callbacks = {Kind.ASSIGNED: on_assign, Kind.REVOKED: on_revoke, Kind.LOST: on_lost or on_revoke}
-        self._given: Message | list[Message] | None = None  # what the application works on
-        self._committed: deque[tuple[OnCommit, Pending]] = deque()  # for callbacks
-        self._commit_at = time.monotonic() + self.options.auto_commit_s  # when the consumer commits by itself
+        self._given: Message | list[Message] | None = None  # what the application is working on
+        self._committed: deque[tuple[OnCommit, Pending]] = deque()  # commits whose callbacks are to be called
+        self._commit_at = time.monotonic() + self.options.auto_commit_s  # time of the next auto-commit
 
     @property
     def member(self) -> str:
@@ -103,7 +104,7 @@ class ConsumerCalls:
         return self._core.phase is not Phase.AWAY
 
     def subscribe(self, *topics: str) -> None:
-        """Read these topics instead of what was read before: with a group its share of them, else all partitions."""
+        """Read these topics instead of the previous ones: with a group its share of them, else all partitions."""
         if not topics:
             raise ConfigError("subscribe: give the names of topics, each an argument of its own")
         topics = tuple(dict.fromkeys(to_topic(topic, "subscribe") for topic in topics))
@@ -113,7 +114,9 @@ class ConsumerCalls:
             self._driver.drop("subscribed to other topics")
 
     def assign(self, *places: tuple[str, int], start: Start | None = None) -> None:
-        """Read these partitions, (topic, number), without a group's management. `start`: default is the option."""
+        """Read these partitions, (topic, number), without the group's assignment. `start`: the default is the
+        option.
+        """
         if not places:
             raise ConfigError("assign: give at least one partition, as (topic, number)")
         position = self._core.start if start is None else to_position(start)
@@ -129,30 +132,30 @@ class ConsumerCalls:
             return [place for place, owned in self._core.holdings.owned.items() if not owned.revoked]
 
     def seek(self, place: tuple[str, int], position: Start) -> None:
-        """Go on at an offset, `earliest`, `latest`, or the first message received at a time or later."""
+        """Continue at an offset, `earliest`, `latest`, or the first message with that timestamp or a later one."""
         owned = self._find(place)
         with self._lock:
             self._core.seek(owned.place, to_position(position), time.monotonic())
             self._driver.write()
 
     def seek_to_beginning(self, *places: tuple[str, int]) -> None:
-        """Go on at the first message of these partitions; without any of all."""
+        """Continue at the first message of these partitions; without arguments, of all partitions."""
         for place in places or self.assignment():
             self.seek(place, "earliest")
 
     def seek_to_end(self, *places: tuple[str, int]) -> None:
-        """Go on behind the last message of these partitions; without any of all."""
+        """Continue after the last message of these partitions; without arguments, of all partitions."""
         for place in places or self.assignment():
             self.seek(place, "latest")
 
     def pause(self, *places: tuple[str, int]) -> None:
-        """Give out no messages of these partitions until `resume`; the consumer keeps them."""
+        """Hand out no messages of these partitions until `resume`; the consumer keeps the partitions."""
         owned = [self._find(place).place for place in places]
         with self._lock:
             self._core.holdings.pause(owned)
 
     def resume(self, *places: tuple[str, int]) -> None:
-        """Give out messages of these partitions again."""
+        """Hand out messages of these partitions again."""
         owned = [self._find(place).place for place in places]
         with self._lock:
             self._core.holdings.resume(owned)
@@ -162,6 +165,13 @@ class ConsumerCalls:
         """Return the partitions that are paused, by `pause` or because the broker's files are damaged there."""
         with self._lock:
             return [place for place, owned in self._core.holdings.owned.items() if owned.paused or owned.is_damaged]
+
+    def overtaken(self) -> dict[TopicPartition, int]:
+        """Return how many messages were deleted before the group had read them, as far as the broker has reported
+        it.
+        """
+        with self._lock:
+            return dict(self._core.holdings.overtaken)
 
     def _find(self, place: tuple[str, int]) -> Owned:
         wanted = to_place(place, "partition")
@@ -174,7 +184,7 @@ class ConsumerCalls:
     # --- commits -----------------------------------------------------------------------------------------------------
 
     def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None:
-        """Commit without waiting. `callback` gets the offsets and the error or None, at a later poll."""
+        """Commit without waiting. A later poll calls `callback` with the offsets, and the error or None."""
         if len(self._committed) >= _MOST_CALLBACKS:
             raise KmqError(f"commit_async: {_MOST_CALLBACKS:,} callbacks wait already; call poll, which runs them")
         pending = self._begin_commit(offsets)
@@ -197,7 +207,7 @@ class ConsumerCalls:
     def _ask_commit(
         self, offsets: Iterable[tuple[TopicPartition, int]], again: Iterable[tuple[TopicPartition, int]]
     ) -> Pending:
-        """Ask to commit these next offsets, and these messages that came again."""
+        """Request a commit of these next offsets, and of these redelivered messages."""
         with self._lock:
             self._must_have_group("commit")
             pending = self._core.commit(offsets, time.monotonic(), again)
@@ -205,7 +215,7 @@ class ConsumerCalls:
         return pending
 
     def _commit_handled(self, places: Iterable[TopicPartition]) -> Pending:
-        """Ask to commit what was handled of these partitions, before others read them."""
+        """Request a commit of what was handled of these partitions, before other members read them."""
         working = [self._given] if isinstance(self._given, Message) else self._given or []
         offsets, wanted = dict(self._offsets(None)), set(places)
         for message in reversed(working):
@@ -215,7 +225,7 @@ class ConsumerCalls:
         return self._ask_commit(handled, [each for each in self._again(working) if each[0] in wanted])
 
     def _again(self, working: Collection[Message]) -> list[tuple[TopicPartition, int]]:
-        """Return the messages that came again and were given out, without those that the application works on."""
+        """Return the redelivered messages that were handed out, without those that the application is working on."""
         busy = {(message.topic, message.partition, message.offset) for message in working}
         return [
             (place, offset)
@@ -244,6 +254,10 @@ class ConsumerCalls:
 
     async def _poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]:
         """Return up to `max_records` messages as soon as there are any, or none after `timeout` seconds."""
+        if isinstance(max_records, float):
+            raise TypeError(
+                f"max_records={max_records}: must be a whole number; seconds to wait are timeout={max_records}"
+            )
         count = self.options.max_poll_records if max_records is None else max_records
         if count < 1:
             raise ValueError(f"max_records={count}: must be at least 1")
@@ -255,13 +269,15 @@ class ConsumerCalls:
             with self._lock:
                 if taken := self._core.holdings.collect(count):
                     self._given = taken
+                    moved = [(owned, owned.position) for owned in self._core.holdings.moved]
+                    self._core.hand_out(moved, time.monotonic())
                     self._ask_for_more()
                     return taken
             if not await self._wait_for_records(deadline - time.monotonic()):
                 return []
 
     async def _next_chunk(self) -> Chunk | None:
-        """Wait for records, as long as it takes, and return the first chunk of them; None once the consumer is closed."""
+        """Wait for records without a limit, and return the first chunk of them; None once the consumer is closed."""
         while not self._driver.closed:
             await self._came_back()
             if chunks := self._core.holdings.chunks:
@@ -269,8 +285,14 @@ class ConsumerCalls:
             await self._wait_for_records(_FOR_EVER_S)
         return None
 
+    def _hand_out(self, owned: Owned, offset: int) -> None:
+        """Tell the broker that the application gets messages of a partition, up to this next offset."""
+        with self._lock:
+            self._core.hand_out([(owned, offset)], time.monotonic())
+            self._driver.write()
+
     def _ask_for_more(self) -> None:
-        """Let the next batch come while the application works on this one."""
+        """Request the next batch, so that it arrives while the application works on this one."""
         self._core.fetch(time.monotonic(), 0.0)
         self._driver.write()
 
@@ -283,14 +305,14 @@ class ConsumerCalls:
             raise KmqError("nothing to read: name topics, or call subscribe() or assign()")
 
     def _has_news(self) -> bool:
-        """Return True if there are records, or something to tell the application."""
+        """Return True if there are records, events or errors for the application."""
         core = self._core
         return bool(core.holdings.chunks or core.holdings.events or core.errors)
 
     # --- what happens between records --------------------------------------------------------------------------------
 
     async def _came_back(self) -> None:
-        """The application has come back for more: run callbacks, commit if that is due."""
+        """The application calls again: run callbacks, and auto-commit if that is due."""
         self._given = None
         core, now = self._core, time.monotonic()
         self._driver.use(now)
@@ -308,7 +330,7 @@ class ConsumerCalls:
             raise core.errors.popleft()
 
     async def _handle(self, event: PartitionEvent) -> None:
-        """Tell the application what has happened to partitions."""
+        """Call the application's callback for an event of partitions; then give up those that are revoked."""
         try:
             if event.places:
                 await self._tell(event.kind, event.places)
@@ -344,7 +366,7 @@ class ConsumerCalls:
             raise NotAnswered(f"timed out waiting for {what}: {self.describe()}")
 
     async def _answer(self, pending: Pending, timeout: float | None, what: str) -> Any:
-        """Return the answer to a request. Raises the error that was the answer."""
+        """Wait for the reply to a request and return it. Raises the error if the reply is one."""
         await self._wait_for(lambda: pending.done, timeout, what)
         if pending.error is not None:
             raise pending.error
@@ -383,7 +405,7 @@ class ConsumerCalls:
         await self._answer(self._begin_commit(offsets), timeout, "the commit")
 
     async def _commit_last(self, places: Iterable[TopicPartition]) -> None:
-        """Commit what was handled of these partitions, before others read them."""
+        """Commit what was handled of these partitions, before other members read them."""
         pending = self._commit_handled(places)
         try:
             await self._answer(pending, _LAST_COMMIT_S, "the commit")
@@ -405,7 +427,7 @@ class ConsumerCalls:
         with self._lock:
             self._must_have_group("nack")
             place, text = to_place((message.topic, message.partition), "nack"), reason[:MAX_REASON]
-            text = text.encode(errors="replace").decode()  # of an error's own text, which may be anything
+            text = text.encode(errors="replace").decode()  # the text of an error may contain anything
             request = Nack(place, message.offset, round(delay * 1000), text)
             pending = self._core.nack(request, time.monotonic())
             self._driver.write()
@@ -419,10 +441,11 @@ def _report(offsets: dict[TopicPartition, int], error: KmqError | None) -> None:
 
 
 # --- the partitions of a topic ---------------------------------------------------------------------------------------
-# A consumer without a group reads all partitions of its topics, and `latest` is their ends.
+# A consumer without a group reads all partitions of its topics, and `latest` means their ends.
 #
-# `CONSUME <topic> from=latest` is answered by `!ok <topic>/<partition> offset=<end>` for each partition, and no record. A
-# damaged partition may be left out or refused; it is one nevertheless, and whoever reads it hears of the damage.
+# `CONSUME <topic> from=latest` is answered by `!ok <topic>/<partition> offset=<end>` for each partition, and no record.
+# A
+# damaged partition may be missing or refused. It counts as a partition too: reading it reports the damage.
 
 _DISCOVER_S = 10.0  # between two looks for new partitions
 _NOT_YET = frozenset({"unknown_topic", "not_found"})
@@ -431,7 +454,7 @@ _NOT_YET = frozenset({"unknown_topic", "not_found"})
 def discover(
     topics: Iterable[str], host: str, port: int, token: str, tls: ssl.SSLContext | None, server_hostname: str | None
 ) -> dict[TopicPartition, int | None]:
-    """Return the partitions of these topics and their ends, None if damage hides one; a topic that is not there has none.
+    """Return partition → end for these topics. The end is None if damage hides it. A missing topic has no partitions.
 
     Raises OSError, Refused.
     """
@@ -452,7 +475,7 @@ def _read(sock: socket.socket) -> dict[TopicPartition, int | None]:
     while data := sock.recv(64 * KIB):
         *whole, unfinished = (unfinished + data).split(b"\n")
         for line in whole:
-            if line.startswith(b"!"):  # others are records that came while the broker answered
+            if line.startswith(b"!"):  # other lines are records that arrived while the broker answered
                 _note(line, found)
         if time.monotonic() > deadline:
             raise TimeoutError("the broker has not named the partitions in time")
@@ -460,7 +483,7 @@ def _read(sock: socket.socket) -> dict[TopicPartition, int | None]:
 
 
 def _note(line: bytes, found: dict[TopicPartition, int | None]) -> None:
-    """Add what a reply says. The first of a partition counts: another one follows where retention has deleted records."""
+    """Add the partition of a reply. Only its first reply counts: a second one follows if retention deleted records."""
     try:
         answer = reply(line)
     except BadLine as err:
@@ -477,30 +500,30 @@ def _note(line: bytes, found: dict[TopicPartition, int | None]) -> None:
 
 
 class Mover(ABC):
-    """Moves the bytes of a core, over one connection after the other. What has to wait is up to the kind of consumer."""
+    """Moves bytes between a core and its connections, one after the other. Subclasses decide how to wait."""
 
     def __init__(self, core: ConsumerCore, address: Address, lock: AbstractContextManager[object]) -> None:
         self.core, self.address, self.lock = core, address, lock
         self.closed = False
         self.used_at = time.monotonic()  # when the application last asked for records
-        self.discovers: tuple[str, ...] = ()  # topics whose partitions are all to be read, without a group
+        self.discovers: tuple[str, ...] = ()  # without a group: topics of which all partitions are read
         self._discover_at = 0.0
-        self._is_resting = False  # the application has not come back for too long: no member until it does
+        self._is_resting = False  # no member of the group, because the application has not called for too long
 
     @abstractmethod
     async def wait(self, is_ready: Callable[[], bool], timeout_s: float, fetches: bool = False) -> bool:
-        """Wait until `is_ready`; return False when the time is up. `fetches`: records are what is waited for.
+        """Wait until `is_ready`; return False when the time is up. `fetches`: the caller waits for records.
 
         Raises the error that has ended the consumer.
         """
 
     @abstractmethod
     async def finish(self, returned: object) -> None:
-        """Wait for what a callback of the application has returned, if it may be a coroutine."""
+        """Wait for the result of an application's callback, if that may be a coroutine."""
 
     @abstractmethod
     async def aside(self, work: Callable[[], Result]) -> Result:
-        """Do work that blocks, without keeping others from theirs."""
+        """Do blocking work without blocking other tasks."""
 
     @abstractmethod
     async def end(self) -> None:
@@ -512,7 +535,7 @@ class Mover(ABC):
 
     @abstractmethod
     def use(self, now: float) -> None:
-        """Note that the application has come back."""
+        """Note that the application has called again."""
 
     @abstractmethod
     def write(self) -> None:
@@ -520,14 +543,14 @@ class Mover(ABC):
 
     @abstractmethod
     def drop(self, reason: str, is_written: bool = False) -> None:
-        """Close the connection, and make another one. `is_written`: what was written still goes out."""
+        """Close the connection; another one will be opened. `is_written`: pending output is still sent."""
 
     async def _attempt(self, timeout_s: float) -> bool:
         """Make one attempt to connect. Returns True if there is a connection."""
         where, reason = "the broker", ""
         try:
             server = self.address()
-            where = str(server)
+            where, self.core.has_others = str(server), bool(server.among)
             if self.discovers or self.core.lacks_ends:
                 await self._discover(server)
             if self.core.has_something_to_read:
@@ -545,7 +568,7 @@ class Mover(ABC):
         return False
 
     async def _discover(self, server: ServerAddress) -> bool:
-        """Ask for partitions and ends. Returns True if there are partitions that are not read yet."""
+        """Look up partitions and their ends. Return True if some of the partitions are not read yet."""
         options, topics = self.core.options, self.discovers or self.core.topics
         host, port, token = server.host, server.port, options.token or server.token
         found = await self.aside(lambda: discover(topics, host, port, token, options.tls, options.server_hostname))
@@ -567,7 +590,9 @@ class Mover(ABC):
         self.write()
 
     def _rest_if_idle(self, now: float) -> bool:
-        """Leave the group until the application comes back, if it has not for too long: others may be quicker."""
+        """Leave the group if the application has not called within max_poll_interval_s: other members may be
+        quicker.
+        """
         most_s = self.core.options.max_poll_interval_s
         if not self.core.is_managed or now - self.used_at <= most_s:
             return False

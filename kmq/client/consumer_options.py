@@ -30,9 +30,9 @@ class ConsumerOptions:
                 `latest`, an offset, or a time (datetime, or text such as 2026-11-23T12:00:00Z).
     member=     a name of your own keeps a program's partitions over a quick restart. A second program with this name
                 fences the first one. Without it every consumer has a name of its own.
-    auto_commit=  commit what the application has come back for, every auto_commit_s and at the end. It is off unless
-                asked for: a commit that nobody wrote into the program would skip what is collected and not yet
-                processed when the program dies. Without any commit messages come again, which is noticed.
+    auto_commit=  every auto_commit_s, and at the end, commit the messages after which the application has called again.
+                Off by default: the program may have collected messages without processing them, and if it dies, such a
+                commit skips them. Without any commit messages are delivered again, which is noticed.
     """
 
     group_id: str = option("", "the group to join; without one all partitions are read, and nothing is committed")
@@ -96,7 +96,7 @@ def logger() -> logging.Logger:
 
 
 def to_position(start: Start) -> Position:
-    """Return a position as the protocol knows it. A datetime without a zone is local time. Raises ConfigError."""
+    """Return a position in the protocol's form. A datetime without a zone is local time. Raises ConfigError."""
     if isinstance(start, datetime):
         start = start.astimezone(UTC).isoformat()
     try:
@@ -122,7 +122,7 @@ def to_place(place: object, call: str) -> TopicPartition:
 
 
 def made_up_member() -> str:
-    """Return a name that no other consumer has, and that tells people whose it is."""
+    """Return a name that no other consumer has, and that shows people where the consumer runs."""
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
 
 

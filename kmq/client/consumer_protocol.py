@@ -3,24 +3,35 @@
     opening → connected → receive … take → lost            (kmq.Consumer and kmq.AsyncConsumer move the bytes)
 
     consumer_options.py   the options
-    consumer_state.py     partitions and records that wait, requests without an answer, the stream of replies
+    consumer_state.py     partitions, waiting records, requests without a reply, the stream of replies
 
-Records     Nothing comes unasked: one `!fetch` is on its way at a time, and the next one goes while the application works
-            on the batch before. A batch that was asked for before a seek is dropped; the broker then goes on elsewhere.
-Rebalance   `!assign` and `!revoke` become events, which the application's thread takes. A partition that is to be
-            revoked gives no more records; it stays this member's until `revoked`.
-Outage      The next connection opens with the same member name. Partitions that come back within session_s of the last
-            request go on at their positions, if the group's offset is the one that this member has committed last.
-            All others are lost, and begin where the group is: another member may have read on, or an operator has
-            moved the group.
-Damage      A partition whose files are damaged pauses, and a log line says so; the others are read. It is asked for again
-            after `resume`, a seek, or with the next connection.
-Start       Where the group has committed nothing, the option `start` is found and committed before a message is given
-            out. So `latest` is the moment of the subscription for every member that comes later. It is the ends that the
-            topics have before the first connection; a partition that is not among them is younger, and begins at its start.
+Records     The broker sends records only in reply to a `!fetch`. At most one `!fetch` is pending; the next one is sent
+while
+            the application works on the previous batch. A batch that was requested before a seek is dropped; the broker
+            then continues at the new position.
+Rebalance   `!assign` and `!revoke` become events for the application's thread. A partition that is to be revoked hands
+out
+            no more records. It belongs to this member until `revoked`.
+Outage      The next connection opens with the same member name. A partition that is assigned again within session_s of
+the
+            last request continues at its position, if the group's offset is the one that this member committed last.
+            All other partitions are lost and begin at the group's offset: another member may have read on, or an
+            operator
+            may have moved the group.
+Damage      A partition whose files are damaged is paused, with a log line; the others are read. It is requested again
+after
+            `resume`, a seek, or on the next connection.
+Hand-outs   The broker is told which messages the application has before the application gets them. So messages that
+only
+            wait here are not suspected of killing the application. If the application takes messages quickly, up to
+            _MOST_AHEAD of them are announced ahead.
+Start       If the group has committed nothing, the option `start` is resolved and committed before a message is handed
+            out. So for every later member `latest` means the moment of the subscription: the ends that the topics had
+            before the first connection. A partition that is not among those is newer, and begins at its first record.
 
-Invariant   No record is skipped: a partition goes on where the application is, where it has sought, or where the group
-            has committed. Every commit gets exactly one outcome; without an answer it is sent again, unless another
+Invariant   No record is skipped: a partition continues where the application is, where it has sought, or where the
+group
+            has committed. Every commit gets exactly one outcome. A commit without a reply is sent again, unless another
             member may have read the partition meanwhile.
 Memory      consumer_state.py.
 Threads     None: callers lock.
@@ -42,12 +53,13 @@ from kmq.client.consumer_state import (
     Pending,
     PendingRequests,
     commit_parts,
+    fitting,
     joined,
     nameable,
     opening_of,
     split,
 )
-from kmq.client.failures import ANSWER_S, Fenced, NotAnswered, Refused
+from kmq.client.failures import ANSWER_S, ELSEWHERE_S, Fenced, NotAnswered, Refused
 from kmq.client.lines import STALL_S
 from kmq.errors import KmqError
 from kmq.wire import replies
@@ -58,12 +70,14 @@ from kmq.wire.requests import EARLIEST, LATEST, BadLine, Position, TopicPartitio
 
 # Shares of the session: how long a `!fetch` waits, and the longest silence, after which a beat keeps the member alive.
 _FETCH_WAIT, _BEAT = 0.9, 0.33
-_PAUSE_S = 0.2  # after a fetch that may come again later
-_POLL_S = 60.0  # a member that works on its records asks at least this often, or the broker would end it
+_PAUSE_S = 0.2  # before the next fetch, after a fetch that was refused for now
+_QUICK_S, _MOST_AHEAD = 0.01, 512  # an application that calls again within this is quick; most messages announced ahead
+_ALL = 1 << 62  # no hand-out has to be reported
+_POLL_S = 60.0  # a member with unread records still fetches this often: else the broker would end it
 
 
 class Phase(Enum):
-    """Where the connection is."""
+    """The state of the connection."""
 
     AWAY = "not connected"
     JOINING = "waiting for an assignment"
@@ -71,31 +85,34 @@ class Phase(Enum):
 
 
 class ConsumerCore:
-    """What one consumer reads, and what is known of it."""
+    """The state of one consumer: its partitions, its requests, and its connection."""
 
     def __init__(self, options: ConsumerOptions) -> None:
         self.options = options
         self.member = options.member or made_up_member()
         self.start = to_position(options.start)
         self.topics: tuple[str, ...] = ()  # subscribed to, as a member of the group
-        self.wanted: dict[TopicPartition, Position] = {}  # chosen by the application, and not read yet
+        self.wanted: dict[TopicPartition, Position] = {}  # assigned by the application, and not read yet
         self.ends: dict[TopicPartition, int | None] | None = None  # of its topics, when it subscribed; None: not known
         self.subscribed_us = 0  # since the epoch, by the clock of this machine
-        self._attempt: Attempt | None = Attempt(token_hex(8), 0)  # the last one; None: the broker knows no attempts
+        self._attempt: Attempt | None = Attempt(token_hex(8), 0)  # the last one; None: the broker is too old for it
+        self._says_hand_outs = self._hears_overtaken = True  # until the broker turns out to be too old for them
+        self._ahead, self._handed_out_at = 0, 0.0
         self.holdings = Holdings(options.fetch_max_bytes)
         self.requests = PendingRequests(options.session_s)
-        self.expires_at = 0.0  # when the broker ends this member, as far as it knows since it read last
+        self.expires_at = 0.0  # when the broker ends this member, as of the last connection
         self.generation = self.connections = 0
+        self.has_others = False  # this client has other addresses besides that of this connection
         self.phase = Phase.AWAY
         self.away_since, self.away_reason = time.monotonic(), "not connected yet"
         self.is_outage_told = False
         self.errors: deque[KmqError] = deque()  # of fetches and seeks, for the application
         self.failed: KmqError | None = None  # why the consumer has ended
-        self.fetch_until: float | None = None  # when the answer to the fetch on its way is overdue
-        self.is_dry = False  # the last answer was that there are no more records
+        self.fetch_until: float | None = None  # when the reply to the pending fetch is overdue
+        self.is_dry = False  # the last reply was that there are no more records
         self._fetched_at = 0.0
-        self.fetched: tuple[Owned, ...] = ()  # named in the fetch on its way
-        self.fetch_from = 0.0  # not before: the broker had too much to do
+        self.fetched: tuple[Owned, ...] = ()  # named in the pending fetch
+        self.fetch_from = 0.0  # earliest time of the next fetch: the broker was too busy
         self._decoder = Decoder()
 
     @property
@@ -105,15 +122,15 @@ class ConsumerCore:
 
     @property
     def lacks_ends(self) -> bool:
-        """Return True if the ends of the topics have to be found, because they are the moment that `latest` means."""
+        """Return True if the ends of the topics must be looked up, because `latest` means those ends."""
         return self.is_managed and self.start == LATEST and self.ends is None
 
     def start_of(self, place: TopicPartition) -> Position:
         """Return where to begin in a partition of which the group has committed nothing."""
         if self.start != LATEST or self.ends is None:
             return self.start
-        end = self.ends.get(place, 0)  # younger than the subscription: from its first record on
-        return Position("time", self.subscribed_us) if end is None else Position("offset", end)
+        end = self.ends.get(place, 0)  # newer than the subscription: from its first record on
+        return Position("received", self.subscribed_us) if end is None else Position("offset", end)
 
     @property
     def has_something_to_read(self) -> bool:
@@ -129,9 +146,9 @@ class ConsumerCore:
             self.away_since = time.monotonic()  # until now there was nothing to connect for
 
     def discovered(self, found: dict[TopicPartition, int | None]) -> bool:
-        """Read these partitions too, if there is no group. Returns True if there are new ones.
+        """Read these partitions too, if there is no group. Return True if some are new.
 
-        What was not there when the consumer subscribed begins at its first record, also with `latest`.
+        A partition that is newer than the subscription begins at its first record, also with `latest`.
         """
         is_first = self.ends is None
         if self.ends is None:
@@ -152,18 +169,21 @@ class ConsumerCore:
     def opening(self, token: str = "") -> bytes:
         """Return the first lines of the next connection.
 
-        They may wait on their way, and arrive after those of a connection that is made later. So they say the attempt.
+        The lines may be delayed and arrive after those of a later connection. So they carry the number of the attempt.
         """
         options, token = self.options, self.options.token or token
         if self.is_managed:
             self._attempt = self._attempt and self._attempt.next()
             who = options.group_id, self.member, self.topics
-            return opening_of(lines.Group(*who, options.assignor, options.session_s, token, attempt=self._attempt))
+            group = lines.Group(*who, options.assignor, options.session_s, token, attempt=self._attempt)
+            says, hears = self._says_hand_outs, self._hears_overtaken
+            return opening_of(group._replace(says_hand_outs=says, hears_overtaken=hears))
         places: dict[TopicPartition, Position | None] = {
             place: owned.next for place, owned in self.holdings.owned.items()
         }
         places.update(self.wanted)
-        return opening_of(lines.Assign(options.group_id or None, tuple(places.items()), token))
+        hears = self._hears_overtaken and bool(options.group_id)
+        return opening_of(lines.Assign(options.group_id or None, tuple(places.items()), token, hears_overtaken=hears))
 
     def connected(self) -> None:
         """Note that a connection was made and its opening written."""
@@ -195,10 +215,17 @@ class ConsumerCore:
 
     def overdue(self, now: float) -> str:
         """Return why the connection must be replaced, because the broker does not answer; "" if it is fine."""
+        if self.phase is Phase.JOINING:  # a rebalance may take long: other members have to give up partitions
+            is_late = self.has_others and now - self._fetched_at > ANSWER_S
+            return f"no assignment within {ANSWER_S:g} s" if is_late else ""
         is_late = self.fetch_until is not None and now > self.fetch_until
-        if self.phase is Phase.READING and (is_late or now - self.requests.oldest(now) > ANSWER_S):
-            return f"no answer within {ANSWER_S:g} s"
+        if self.phase is Phase.READING and (is_late or now - self.requests.oldest(now) > self._patience_s):
+            return f"no answer within {self._patience_s:g} s"
         return ""
+
+    @property
+    def _patience_s(self) -> float:
+        return ELSEWHERE_S if self.has_others else ANSWER_S
 
     def describe(self, now: float) -> str:
         """Return a sentence on what the consumer waits for."""
@@ -213,10 +240,12 @@ class ConsumerCore:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def fetch(self, now: float, wait_s: float) -> None:
-        """Ask for a batch unless one is on its way. `wait_s`: how long the application waits, 0 if it has records.
+        """Request a batch unless a fetch is pending. `wait_s`: how long the application waits, 0 if it has records.
 
-        A fetch of all partitions may wait longer than the application, which comes back to it: so an idle consumer asks
-        seldom. One that names its partitions knows nothing of those that are resumed meanwhile.
+        A fetch of all partitions may wait longer than the application, which will call again: so an idle consumer sends
+        few
+        fetches. A fetch that names its partitions does not cover partitions that are resumed meanwhile, so it waits
+        less.
         """
         if self.phase is not Phase.READING or self.fetch_until is not None or now < self.fetch_from:
             return
@@ -224,7 +253,7 @@ class ConsumerCore:
         is_late = self.is_managed and now - self._fetched_at > _POLL_S
         if not is_late and (not has_room or (self.is_dry and not wait_s)):
             return
-        self._begin_at_start(now)  # where the broker would not say it before
+        self._begin_at_start(now)  # for partitions whose offsets the broker could not tell before
         for owned in holdings.owned.values():
             if owned.stale and owned.is_placed and not owned.paused and not owned.revoked and not owned.is_damaged:
                 self.move(owned, owned.next, now)
@@ -238,18 +267,18 @@ class ConsumerCore:
             else nameable(wanted, self.fetched[-1].place if self.fetched else None)
         )
         if is_moving or 0 < len(named) < len(wanted):
-            wait_s = 0.0  # what moves is asked for soon, and the others with the next one
+            wait_s = 0.0  # sought partitions need a fetch soon, and the others are named in the next one
         elif named:
             wait_s = min(wait_s, self.options.session_s * _BEAT)
         elif wait_s:
             wait_s = self.options.session_s * _FETCH_WAIT
         most = self.options.fetch_max_bytes if has_room else 1
         self.requests.write(lines.Fetch(most, round(wait_s * 1000), named).encode(), now)
-        self.fetch_until, self._fetched_at = now + wait_s + ANSWER_S, now
+        self.fetch_until, self._fetched_at = now + wait_s + self._patience_s, now
         self.fetched = tuple(holdings.owned[place] for place in named)
 
     def seek(self, place: TopicPartition, position: Position, now: float) -> None:
-        """Go on there. Raises KeyError if the partition is not this consumer's."""
+        """Continue a partition at `position`. Raises KeyError if the partition is not this consumer's."""
         owned = self.holdings.owned[place]
         if position.kind != "offset" and self.phase is not Phase.READING:
             raise NotAnswered(f"{place}: cannot seek to {position} now: {self.describe(now)}")
@@ -261,7 +290,7 @@ class ConsumerCore:
             self.move(owned, position, now)
 
     def move(self, owned: Owned, position: Position, now: float) -> Pending:
-        """Tell the broker where to go on reading a partition."""
+        """Tell the broker where to continue reading a partition."""
         pending = Pending(lines.Seek(owned.place, position).encode(), now)
         pending.value = owned
         owned.moving, owned.stale = owned.moving + 1, False
@@ -269,14 +298,14 @@ class ConsumerCore:
         return pending
 
     def ask(self, name: str, *pendings: Pending) -> None:
-        """Send requests that will be answered, now or with the next connection."""
+        """Send requests that have a reply, now or on the next connection."""
         for pending in pendings:
             self.requests.expect(name, pending)
             if self.phase is Phase.READING:
                 self.requests.write(pending.line, pending.since)
 
     def offsets(self, places: tuple[TopicPartition, ...], now: float) -> Pending:
-        """Ask for the offsets of these partitions."""
+        """Request the offsets of these partitions."""
 
         def ask(some: tuple[TopicPartition, ...]) -> Pending:
             return Pending(lines.Offsets(some).encode(), now)
@@ -291,10 +320,10 @@ class ConsumerCore:
         now: float,
         again: Iterable[tuple[TopicPartition, int]] = (),
     ) -> Pending:
-        """Ask to commit the next offsets of these partitions; an empty commit is done at once.
+        """Request a commit of the next offsets of these partitions; an empty commit is done at once.
 
-        `again`: messages that came again. Each is committed by itself, which says nothing of the others.
-        While many commits are on their way, several calls share one request and its outcome.
+        `again`: redelivered messages. Each is committed alone, which does not commit other messages.
+        While many commits are pending, several calls share one request and its outcome.
         """
         pairs = dict(offsets)
         if alone := [self._commit_again(*each, now) for each in again]:
@@ -313,14 +342,14 @@ class ConsumerCore:
         return self.requests.next_commit
 
     def _commit_again(self, place: TopicPartition, offset: int, now: float) -> Pending:
-        """Ask to commit a message that came again."""
+        """Request a commit of a redelivered message."""
         owned = self.holdings.owned.get(place)
         if owned:
             owned.again.discard(offset)
 
         def answered(pending: Pending) -> None:
             if owned and pending.error is not None and not isinstance(pending.error, Fenced):
-                owned.again.add(offset)  # else it comes once more
+                owned.again.add(offset)  # not committed; a fenced one is delivered again
 
         pending = Pending(lines.Commit(((place, offset),), is_again=True).encode(), now)
         pending.then(answered)
@@ -328,21 +357,39 @@ class ConsumerCore:
         return pending
 
     def nack(self, request: lines.Nack, now: float) -> Pending:
-        """Ask to give a message back."""
+        """Request that the broker takes a message back."""
         if owned := self.holdings.owned.get(request.place):
             owned.again.discard(request.offset)
         pending = Pending(request.encode(), now)
         self.ask("nack", pending)
         return pending
 
+    def hand_out(self, offsets: Iterable[tuple[Owned, int]], now: float) -> None:
+        """Tell the broker that the application gets messages of these partitions, up to at least these next offsets."""
+        if not (self.is_managed and self._says_hand_outs):
+            for owned, _ in offsets:
+                owned.handed_out = _ALL
+            return
+        if self.phase is not Phase.READING:
+            return
+        unsaid = [(owned, offset) for owned, offset in offsets if offset > owned.handed_out]
+        if unsaid:
+            is_quick = now - self._handed_out_at < _QUICK_S
+            self._ahead, self._handed_out_at = min(2 * self._ahead + 1, _MOST_AHEAD) if is_quick else 0, now
+            for owned, offset in unsaid:
+                owned.handed_out = offset + self._ahead
+            pairs = tuple((owned.place, owned.handed_out) for owned, _ in unsaid)
+            for some in fitting(pairs, lambda part: lines.Given(part).encode()):
+                self.requests.write(lines.Given(some).encode(), now)
+
     def beat(self, now: float) -> None:
-        """Say that the member lives, if that is due."""
+        """Send a sign of life of the member, if that is due."""
         is_due = now - self.requests.written_at >= self.options.session_s * _BEAT
         if is_due and self.is_managed and self.phase is not Phase.AWAY:
             self.requests.write(lines.BEAT.encode(), now)
 
     def revoked(self, event: PartitionEvent, now: float) -> None:
-        """Give these partitions up, as the broker has asked."""
+        """Give up these partitions, as the broker has requested."""
         self.holdings.surrender(event.places)
         if self.phase is Phase.READING and event.connection == self.connections:
             self.requests.write(lines.REVOKED.encode(), now)
@@ -390,6 +437,11 @@ class ConsumerCore:
         if batch.place is not None and batch.deliveries:
             self.holdings.deliver_again(batch.place, batch.offset, batch.deliveries, body)
         elif batch.place is not None:
+            if batch.overtaken:
+                known, group = self.holdings.overtaken, self.options.group_id
+                known[batch.place] = known.get(batch.place, 0) + batch.overtaken
+                text = "%s: %d messages were deleted before group %s had read them"
+                logger().warning(text, batch.place, batch.overtaken, group)
             self.holdings.deliver(batch.place, batch.offset, batch.lines, body)
 
     def _assigned(self, assigned: replies.Assigned, now: float) -> None:
@@ -409,9 +461,13 @@ class ConsumerCore:
         kept = {place: owned for place, owned in holdings.owned.items() if place in offsets and not owned.revoked}
         for place, owned in kept.items():
             if is_first and not self.is_managed:
-                owned.position = offsets[place]  # the opening has named it; retention may have moved it
+                owned.position = offsets[place]  # as the opening named it, unless retention has moved it
             if is_first:
                 owned.stale = owned.position != offsets[place]
+        if is_first:
+            for owned in kept.values():
+                owned.handed_out = 0
+            self.hand_out([(owned, owned.position) for owned in kept.values() if owned.position > owned.committed], now)
         new = {place: offset for place, offset in offsets.items() if place not in kept}
         holdings.grant(new)
         if not self.is_managed:
@@ -427,7 +483,7 @@ class ConsumerCore:
             self._begin_at_start(now)
 
     def _begin_at_start(self, now: float) -> None:
-        """Where the group has committed nothing, begin at the option `start`."""
+        """Begin at the option `start` in partitions of which the group has committed nothing."""
         waiting = [
             owned
             for owned in self.holdings.owned.values()
@@ -451,22 +507,24 @@ class ConsumerCore:
                     continue
                 if is_asked and not owned.is_placed:
                     owned.is_placed = True
-                    owned.stale |= not owned.moving  # a batch of it may have come meanwhile, and was dropped
+                    owned.stale |= not owned.moving  # a batch may have arrived meanwhile, and was dropped
                 owned.is_starting = False
             self._begin(fresh, now)
             if any(owned.revoked for owned in waiting):
-                self._begin_at_start(now)  # the question was refused, because a partition of it had just been revoked
+                self._begin_at_start(now)  # refused, because one of the partitions had just been revoked
             elif isinstance(pending.error, Refused):
                 self._report(pending.error, waiting[0] if len(waiting) == 1 else None)
             elif pending.error is None:
                 for owned in waiting:
-                    if owned.place not in has_committed:  # it is damaged; asked for alone it is told how
+                    if owned.place not in has_committed:  # damaged: a request for it alone reports how
                         self._find_start([owned], now)
 
         self.offsets(tuple(owned.place for owned in waiting), now).then(answered)
 
     def _begin(self, fresh: list[Owned], now: float) -> None:
-        """Move these partitions to the option `start`, and commit that. They are read as soon as it is durable."""
+        """Move these partitions to the option `start`, and commit that. They are read as soon as the commit is
+        durable.
+        """
         found = dict[Owned, int]()
         missing = len(fresh)
 
@@ -487,7 +545,7 @@ class ConsumerCore:
             else:
                 owned.is_starting = False
                 if isinstance(pending.error, Refused) and pending.error.code == "out_of_range" and self.ends:
-                    self.ends.pop(owned.place, None)  # the topic was made again meanwhile
+                    self.ends.pop(owned.place, None)  # the topic was deleted and created again meanwhile
             if not missing and found:
                 self.commit([(owned.place, at) for owned, at in found.items()], now).then(committed)
 
@@ -503,7 +561,7 @@ class ConsumerCore:
         self.is_dry = False
         if not owned.moving and not owned.stale:
             owned.position = sought.offset
-        owned.is_placed |= pending.callback is None  # else the start, which is to be committed first
+        owned.is_placed |= pending.callback is None  # with a callback it is the start, which must be committed first
         pending.finish(sought.offset)
 
     def _committed(self, pending: Pending, now: float, error: Refused | None = None) -> None:
@@ -523,7 +581,7 @@ class ConsumerCore:
             self.fetch_until = None
             if find(refused.code).is_retryable:
                 self.fetch_from = now + _PAUSE_S
-            elif not any(owned.revoked for owned in self.fetched):  # else it crossed with the revocation
+            elif not any(owned.revoked for owned in self.fetched):  # else the fetch crossed with the revocation
                 self._report(refused, self.holdings.owned.get(failed.place) if failed.place else None)
         elif failed.request == "commit":
             self._committed(self.requests.answered("commit"), now, refused)
@@ -531,14 +589,16 @@ class ConsumerCore:
             pending = self.requests.answered(failed.request)
             if isinstance(pending.value, Owned):
                 pending.value.moving -= 1
-                if not pending.value.moving:  # else a later seek, which is on its way, decides
+                if not pending.value.moving:  # else a later pending seek decides
                     pending.value.stale = True
-                if not pending.value.revoked:  # else it crossed with the revocation
+                if not pending.value.revoked:  # else the request crossed with the revocation
                     self._report(refused, pending.value)
             pending.finish(error=refused)
 
     def _report(self, refused: Refused, owned: Owned | None) -> None:
-        """Let the application hear of a refusal. A damaged partition pauses instead, because the others can be read."""
+        """Raise a refusal in the application's next call. A damaged partition only pauses, because the others can be
+        read.
+        """
         if owned is None or refused.code != "damaged":
             self.errors.append(refused)
         elif not owned.is_damaged:
@@ -546,15 +606,21 @@ class ConsumerCore:
             logger().error("paused, and others go on: %s", refused)
 
     def _ended(self, refused: Refused) -> None:
-        """The broker ends the connection."""
+        """Process an error that ends the connection. Raises Refused."""
         meaning = find(refused.code)
         if refused.code == "bad_request" and refused.reason.startswith("bad_request 'more': unknown option"):
             text = "the broker is too old for so many names: it takes only what fits into one line of 64 KiB"
             refused = Refused(f"bad_request {text}")
         if refused.code == "bad_request" and refused.reason.startswith("bad_request 'attempt="):
-            self._attempt = None  # the broker is older, and takes the next opening, which says nothing of it
+            self._attempt = None  # the broker is older; the next opening omits it
             raise refused
-        # A member that gets an error which this client does not know joins again: it had been admitted.
+        if refused.code == "bad_request" and refused.reason.startswith("bad_request 'given="):
+            self._says_hand_outs = False  # the broker is older
+            raise refused
+        if refused.code == "bad_request" and refused.reason.startswith("bad_request 'overtaken="):
+            self._hears_overtaken = False  # the broker is older
+            raise refused
+        # An error that this client does not know is no end for a member: it was admitted before, so it joins again.
         is_known = meaning.code == refused.code or self.phase is Phase.JOINING
         if refused.code in REJOIN:
             self.holdings.lose(tuple(self.holdings.owned))

@@ -1,10 +1,13 @@
-"""What a consumer knows: where it is in each partition, the records that wait, and the requests without an answer.
+"""The state of a consumer: its position in each partition, waiting records, and requests without a reply.
 
-Invariant   A position only rises past a record that was given to the application, unless the application seeks.
-            Every request that was asked gets exactly one outcome, in the order in which its kind was asked.
-Memory      `Holdings.has_room` is False while a whole batch waits, so at most two batches are kept, and their messages. A
-            batch is as large as the client has asked for, or one record.
-            At most _MOST_COMMITS commits are on their way; what is committed meanwhile is joined to one. A reply line is
+    `!batch` for orders/0 with offsets 23 to 32  →  Chunk  →  10 messages for the application, then position = 33
+
+Invariant   A position only rises past a record that was handed to the application, unless the application seeks.
+            Every request gets exactly one outcome; requests of one kind get theirs in the order of sending.
+Memory      `Holdings.has_room` is False while a whole batch waits. So at most two batches are kept, with their
+messages. A
+            batch is as large as the client has requested, or one record.
+            At most _MOST_COMMITS commits are pending; later ones are joined into one that waits. A reply line has
             at most MAX_REPLY bytes.
 """
 
@@ -27,6 +30,7 @@ class Owned:
     __slots__ = (
         "again",
         "committed",
+        "handed_out",
         "is_damaged",
         "is_placed",
         "is_starting",
@@ -42,37 +46,39 @@ class Owned:
 
     def __init__(self, place: TopicPartition, position: int) -> None:
         self.place, self.position = place, position
-        self.start: Position | None = None  # where to begin, if damage hides what offset that is
+        self.start: Position | None = None  # where to begin, if damage hides the offset of that place
         self.committed = position  # the group's offset when it was assigned, or this member's last commit since
-        self.moving = 0  # answers to come that say where the broker goes on reading
-        self.stale = False  # the broker goes on elsewhere than at `position`
-        self.is_placed = True  # `position` is known; without a commit the option `start` may have to find it
-        self.is_starting = False  # the option `start` is being found, and committed
+        self.handed_out = 0  # from this offset on the broker does not know that the application has the messages
+        self.moving = 0  # pending requests that move the broker's read position
+        self.stale = False  # the broker reads elsewhere than at `position`
+        self.is_placed = True  # `position` is known; else the option `start` may have to resolve it
+        self.is_starting = False  # the option `start` is being resolved and committed
         self.paused = self.revoked = False
-        self.is_damaged = False  # at `position`, so nobody asks for it until resume, a seek, or the next connection
-        # Messages that came again: those that the application was given and has not committed, and those that wait
-        # because the partition is paused.
+        self.is_damaged = False  # at `position`: not requested until resume, a seek, or the next connection
+        # Redelivered messages: those that the application has and did not commit. `put_by` keeps those that wait
+        # because the
+        # partition is paused.
         self.again: set[int] = set()
         self.put_by: list[Chunk] = []
 
     @property
     def next(self) -> Position:
-        """Return where the broker is to go on: at `start` as long as nothing has come."""
+        """Return where the broker has to continue: at `start` as long as no record has been handed out."""
         is_at_start = self.start is not None and self.position == self.committed
         return self.start if is_at_start and self.start else Position("offset", self.position)
 
     @property
     def is_settled(self) -> bool:
-        """Return True if the next batch of this partition begins at `position`, or behind what waits here."""
+        """Return True if the next batch of this partition begins at `position`, or after the records that wait here."""
         return not self.moving and not self.stale and self.is_placed
 
     @property
     def is_known(self) -> bool:
-        """Return True unless `position` depends on an answer to come."""
+        """Return True unless `position` depends on a pending reply."""
         return not self.moving and self.is_placed
 
     def is_at(self, offsets: Mapping[TopicPartition, int], asked: Container[tuple[TopicPartition, int]]) -> bool:
-        """Return True unless the group's offset is another one than this member has committed, or `asked` to commit."""
+        """Return True if the group's offset is the one that this member has committed, or has `asked` to commit."""
         at = offsets.get(self.place, self.committed)
         return at == self.committed or (self.place, at) in asked
 
@@ -82,9 +88,11 @@ class Owned:
 
 
 class Chunk:
-    """A batch on its way to the application. `unread` yields each message once, whoever asks; dropped, none at all.
+    """A batch that waits for the application. `unread` is one shared iterator: it yields each message once, and ends on
+    drop.
 
-    `deliveries`: it is one message that comes again, for the so many-th time; 0: they are new, and move the position.
+    `deliveries`: this is one redelivered message and its number of deliveries; 0: new messages, which move the
+    position.
     """
 
     __slots__ = (
@@ -114,7 +122,7 @@ class Chunk:
             place = self.owned.place
             if self.deliveries:
                 line = self._lines[0]
-                deliveries = max(2, self.deliveries)  # it was on its way before, if nothing else
+                deliveries = max(2, self.deliveries)  # at least 2: it is a redelivery
                 again = RedeliveredMessage(place.topic, place.partition, self._offset, line, deliveries)
                 self._unread = iter([again])
                 self.owned.again.add(self._offset)
@@ -123,14 +131,14 @@ class Chunk:
         return self._unread
 
     def take(self, count: int) -> list[Message]:
-        """Return up to `count` messages, and move the position behind them."""
+        """Return up to `count` messages, and move the position past them."""
         taken = list(islice(self.unread, count))
         if not self.is_dropped and not self.deliveries:
             self.owned.position = taken[-1].offset + 1 if len(taken) == count else self.end
         return taken
 
     def drop(self) -> None:
-        """Give out nothing more: a loop over `unread` ends."""
+        """Hand out nothing more: a loop over `unread` ends."""
         self.is_dropped, self._body = True, b""
         self._lines.clear()
 
@@ -139,12 +147,12 @@ class Kind(Enum):
     """What has happened to partitions."""
 
     ASSIGNED = "assigned"
-    REVOKED = "revoked"  # to be given up; they are this consumer's until `Holdings.surrender`
-    LOST = "lost"  # they are another's already, or may be
+    REVOKED = "revoked"  # to be given up; they belong to this consumer until `Holdings.surrender`
+    LOST = "lost"  # they belong to another member already, or may do so
 
 
 class PartitionEvent(NamedTuple):
-    """Something for the application's thread. `connection`: the number of the connection that it belongs to."""
+    """An event for the application's thread. `connection`: the number of the connection that it belongs to."""
 
     kind: Kind
     places: tuple[TopicPartition, ...]
@@ -152,16 +160,18 @@ class PartitionEvent(NamedTuple):
 
 
 class Holdings:
-    """The partitions that are read, their records that wait, and what the application is still to be told of them."""
+    """The partitions that are read, their waiting records, and events that the application has not seen yet."""
 
     def __init__(self, most_bytes: int) -> None:
         self.owned: dict[TopicPartition, Owned] = {}
-        self.chunks: deque[Chunk] = deque()  # wait for the application, in the order of their arrival
+        self.chunks: deque[Chunk] = deque()  # they wait for the application, in the order of arrival
         self._bytes, self._most = 0, most_bytes
         self.events: deque[PartitionEvent] = deque()
+        self.moved: set[Owned] = set()  # partitions whose position the last `collect` moved
+        self.overtaken: dict[TopicPartition, int] = {}  # messages that were deleted before the group had read them
 
     def grant(self, offsets: dict[TopicPartition, int]) -> None:
-        """Read these partitions too."""
+        """Add these partitions to those that are read."""
         for place, offset in offsets.items():
             self.owned[place] = Owned(place, offset)
         if offsets:
@@ -175,7 +185,9 @@ class Holdings:
             self.events.append(PartitionEvent(Kind.LOST, gone))
 
     def have_left(self, places: Iterable[TopicPartition]) -> bool:
-        """Return True if the application has not heard yet that one of these was lost, or was revoked and came back."""
+        """Return True if a loss of one of these, or a revocation and new assignment, was not reported to the
+        application yet.
+        """
         wanted, revoked = set(places), set[TopicPartition]()
         for event in self.events:
             found = wanted.intersection(event.places)
@@ -186,7 +198,7 @@ class Holdings:
         return False
 
     def revoke(self, places: Iterable[TopicPartition], connection: int) -> None:
-        """Give out no more records of these partitions, and tell the application to give them up."""
+        """Hand out no more records of these partitions, and tell the application to give them up."""
         mine = tuple(place for place in places if place in self.owned)
         for place in mine:
             self.owned[place].revoked = True
@@ -194,7 +206,7 @@ class Holdings:
         self.events.append(PartitionEvent(Kind.REVOKED, mine, connection))
 
     def surrender(self, places: Iterable[TopicPartition]) -> None:
-        """The application has given revoked partitions up."""
+        """Remove revoked partitions, because the application has given them up."""
         self._forget(tuple(place for place in places if place in self.owned and self.owned[place].revoked))
 
     def _forget(self, places: tuple[TopicPartition, ...]) -> None:
@@ -211,10 +223,10 @@ class Holdings:
             owned.stale = True
 
     def deliver_again(self, place: TopicPartition, offset: int, deliveries: int, body: bytes) -> None:
-        """Keep a message that comes again. Where the partition is read next has nothing to do with it."""
+        """Keep a redelivered message. It does not change where the partition is read next."""
         owned = self.owned.get(place)
         if owned is None or owned.revoked:
-            return  # its next owner is given it
+            return  # the partition's next owner gets it
         chunk = Chunk(owned, offset, 1, body, deliveries)
         if owned.paused:
             owned.put_by.append(chunk)
@@ -222,7 +234,7 @@ class Holdings:
             self._add(chunk)
 
     def pause(self, places: Iterable[TopicPartition]) -> None:
-        """Give out no records of these partitions until `resume`. Raises KeyError for one that is not owned."""
+        """Hand out no records of these partitions until `resume`. Raises KeyError for a partition that is not owned."""
         for place in places:
             self.owned[place].paused = True
         for chunk in self._remove(lambda chunk: chunk.owned.paused and bool(chunk.deliveries)):
@@ -230,13 +242,15 @@ class Holdings:
         self._drop(lambda chunk: chunk.owned.paused)
 
     def drop_new(self, owned: Owned) -> None:
-        """Drop the new messages of this partition, which a seek brings again. What was given back would not come."""
+        """Drop the waiting new messages of a partition: a seek fetches them again. It would not fetch redelivered
+        ones.
+        """
         self._drop(lambda chunk: chunk.owned is owned and not chunk.deliveries)
 
     def resume(self, places: Iterable[TopicPartition]) -> None:
         for place in places:
             owned = self.owned[place]
-            if owned.is_damaged:  # a seek to the position lets the broker look again
+            if owned.is_damaged:  # a seek to the position lets the broker check the files again
                 self.drop_new(owned)
                 owned.stale = True
             owned.paused = owned.is_damaged = False
@@ -245,12 +259,12 @@ class Holdings:
             owned.put_by.clear()
 
     def disconnected(self) -> None:
-        """Drop what waits: the next connection reads from the positions on."""
+        """Drop all waiting records: the next connection reads from the positions on."""
         self._drop()
         for owned in self.owned.values():
             owned.moving, owned.stale, owned.is_starting, owned.is_damaged = 0, True, False, False
             owned.put_by.clear()
-            owned.again.clear()  # they come once more
+            owned.again.clear()  # the broker delivers them again
 
     # --- what waits for the application ------------------------------------------------------------------------------
 
@@ -263,7 +277,7 @@ class Holdings:
         self._bytes += chunk.nbytes
 
     def finish(self, chunk: Chunk) -> None:
-        """Forget the first chunk once all of it was given out."""
+        """Remove the first chunk when all of it was handed out."""
         if self.chunks and self.chunks[0] is chunk:
             self.chunks.popleft()
             self._bytes -= chunk.nbytes
@@ -271,24 +285,29 @@ class Holdings:
                 chunk.owned.position = chunk.end
 
     def _drop(self, which: Callable[[Chunk], bool] = lambda _: True) -> None:
-        """Drop some chunks. Their partitions are read again from where they are."""
+        """Drop some chunks. Their partitions are read again from their positions."""
         for chunk in self._remove(which):
             chunk.owned.stale |= not chunk.deliveries
             chunk.drop()
 
     def _remove(self, which: Callable[[Chunk], bool]) -> list[Chunk]:
-        """Take some chunks out, whole."""
+        """Remove some chunks without dropping their messages."""
         gone = [chunk for chunk in self.chunks if which(chunk)]
         self.chunks = deque(chunk for chunk in self.chunks if not which(chunk))
         self._bytes -= sum(chunk.nbytes for chunk in gone)
         return gone
 
     def collect(self, count: int) -> list[Message]:
-        """Return up to `count` messages, and move the positions behind them."""
+        """Return up to `count` messages, and move the positions past them. `moved` then has the partitions that
+        moved.
+        """
         taken: list[Message] = []
+        self.moved = set()
         while self.chunks and len(taken) < count:
             chunk = self.chunks[0]
             taken += chunk.take(count - len(taken))
+            if not chunk.deliveries:
+                self.moved.add(chunk.owned)
             if len(taken) < count:
                 self.finish(chunk)
         return taken
@@ -298,11 +317,11 @@ class Holdings:
 
 Item = TypeVar("Item")
 
-_MOST_COMMITS = 8  # on their way; what is committed meanwhile waits, as one commit
+_MOST_COMMITS = 8  # pending; later commits wait, joined into one
 
 
 class Pending:
-    """A request without its answer yet. `value` is the answer, as soon as `done` and without `error`."""
+    """A request without a reply yet. `value` is the reply, once `done` and without `error`."""
 
     __slots__ = ("callback", "done", "error", "line", "offsets", "since", "value")
 
@@ -314,7 +333,7 @@ class Pending:
         self.callback: Callable[[Pending], object] | None = None
 
     def then(self, callback: "Callable[[Pending], object]") -> None:
-        """Call back when it is done, after whoever waits already."""
+        """Call back when it is done, after the callbacks that were added before."""
         before = self.callback
         self.callback = callback if before is None else lambda pending: (before(pending), callback(pending))
 
@@ -325,9 +344,9 @@ class Pending:
 
 
 def split(whole: Pending, items: tuple[Item, ...], ask: Callable[[tuple[Item, ...]], Pending]) -> list[Pending]:
-    """Return the requests that ask for `items` together: several where one line would be over MAX_REQUEST bytes.
+    """Return the requests that cover `items`: several if one line would be over MAX_REQUEST bytes.
 
-    `whole` is done as soon as all of them are: with the first error, or with the rows of all answers.
+    `whole` is done as soon as all of them are: with the first error, or with the rows of all replies.
     """
     if len(whole.line) <= MAX_REQUEST:
         return [whole]
@@ -335,7 +354,7 @@ def split(whole: Pending, items: tuple[Item, ...], ask: Callable[[tuple[Item, ..
 
 
 def joined(whole: Pending, parts: list[Pending]) -> list[Pending]:
-    """Let `whole` be done as soon as all its parts are: with the first error, or with the rows of all answers."""
+    """Let `whole` be done as soon as all its parts are: with the first error, or with the rows of all replies."""
     missing, rows, error = len(parts), list[object](), None
 
     def answered(part: Pending) -> None:
@@ -354,7 +373,7 @@ def joined(whole: Pending, parts: list[Pending]) -> list[Pending]:
 
 
 def fitting(items: tuple[Item, ...], encode: Callable[[tuple[Item, ...]], bytes]) -> Iterator[tuple[Item, ...]]:
-    """Yield the items in order, in parts whose lines the broker takes."""
+    """Yield the items in order, in parts whose lines the broker accepts."""
     if len(items) < 2 or len(encode(items)) <= MAX_REQUEST:
         yield items
         return
@@ -364,7 +383,7 @@ def fitting(items: tuple[Item, ...], encode: Callable[[tuple[Item, ...]], bytes]
 
 
 def opening_of(asked: Group | Assign) -> bytes:
-    """Return the first lines of a connection: several where one would be over MAX_REQUEST bytes."""
+    """Return the first lines of a connection: several if one would be over MAX_REQUEST bytes."""
 
     def line_of(some: tuple[Any, ...], more: bool = True) -> bytes:
         if isinstance(asked, Group):
@@ -377,13 +396,13 @@ def opening_of(asked: Group | Assign) -> bytes:
 
 
 def nameable(wanted: tuple[TopicPartition, ...], last: TopicPartition | None) -> tuple[TopicPartition, ...]:
-    """Return the partitions that one `!fetch` can name; those behind `last`, which was named last, come first."""
+    """Return as many partitions as one `!fetch` can name, beginning after `last`, the last one that was named."""
     at = wanted.index(last) + 1 if last in wanted else 0
     return next(fitting((*wanted[at:], *wanted[:at]), lambda some: Fetch(1 << 62, 99_999, some).encode()))
 
 
 def commit_parts(whole: Pending) -> list[Pending]:
-    """Return the requests that ask for a commit."""
+    """Return the requests that make up a commit."""
     return split(whole, whole.offsets, lambda some: _commit_of(some, whole.since))
 
 
@@ -392,15 +411,17 @@ def _commit_of(pairs: tuple[tuple[TopicPartition, int], ...], now: float) -> Pen
 
 
 class PendingRequests:
-    """What is written, and what is still to be answered: `seek`, `offsets`, `commit` and `nack`, each in order."""
+    """Output not yet written, and requests without a reply: `seek`, `offsets`, `commit` and `nack`, each kind in
+    order.
+    """
 
     def __init__(self, session_s: float) -> None:
-        self.written_at = 0.0  # when the last request was made: each counts as a beat
-        self.was_silent = False  # on this connection, for so long that the broker has ended the member
+        self.written_at = 0.0  # when the last request was made; each request counts as a beat
+        self.was_silent = False  # this connection was silent for so long that the broker has ended the member
         self._session_s = session_s
         self._out: list[bytes] = []
         self._asked: dict[str, deque[Pending]] = {name: deque() for name in ("seek", "offsets", "commit", "nack")}
-        self.next_commit: Pending | None = None  # waits until one of those on their way is answered
+        self.next_commit: Pending | None = None  # waits until a pending commit has its reply
 
     def connected(self, now: float) -> None:
         """Note that a connection was opened."""
@@ -429,7 +450,7 @@ class PendingRequests:
         return pending
 
     def commit(self, offsets: dict[TopicPartition, int], now: float) -> Pending | None:
-        """Return a commit to ask for; None if it waits, joined to others: then `next_commit` is it."""
+        """Return a commit to send, or None if it was joined to the waiting commit, `next_commit`."""
         if len(self._asked["commit"]) < _MOST_COMMITS:
             return _commit_of(tuple(offsets.items()), now)
         joined = dict(self.next_commit.offsets) | offsets if self.next_commit else offsets
@@ -439,28 +460,28 @@ class PendingRequests:
         return None
 
     def asked_commits(self) -> set[tuple[TopicPartition, int]]:
-        """Return what is asked to be committed, and not answered."""
+        """Return the (partition, offset) pairs of commits without a reply."""
         return {pair for pending in self._asked["commit"] for pair in pending.offsets}
 
     def take_next_commit(self, now: float) -> Pending | None:
-        """Return the commit that has waited for an answer to another one; None: there is none."""
+        """Return the commit that has waited for the reply to another one, or None."""
         waiting, self.next_commit = self.next_commit, None
         if waiting is not None:
             waiting.line, waiting.since = Commit(waiting.offsets).encode(), now
         return waiting
 
     def answered(self, name: str) -> Pending:
-        """Return the request to which this answer belongs. Raises BadLine if there is none."""
+        """Return the request to which this reply belongs. Raises BadLine if there is none."""
         if not self._asked[name]:
             raise BadLine(f"!{name}: an answer to nothing")
         return self._asked[name].popleft()
 
     def is_asked(self, name: str) -> bool:
-        """Return True while a request of this kind has no answer."""
+        """Return True while a request of this kind has no reply."""
         return bool(self._asked[name])
 
     def forget_written(self) -> None:
-        """The connection is gone, with what was to be written."""
+        """Discard output that was not written, because the connection is gone."""
         self._out.clear()
 
     def fence(self, kept: Collection[TopicPartition]) -> None:
@@ -474,14 +495,14 @@ class PendingRequests:
             pending.finish(error=Fenced("fenced another member may have read on meanwhile"))
 
     def write_again(self, now: float) -> None:
-        """Write the requests without an answer: this is another connection."""
+        """Write the requests without a reply again, on a new connection."""
         for asked in self._asked.values():
             for pending in asked:
                 pending.since = now
                 self.write(pending.line, now)
 
     def fail(self, error: KmqError, *names: str) -> None:
-        """Fail the requests of these kinds; without a name all."""
+        """Fail the requests of these kinds; without names, all requests."""
         if not names and (waiting := self.take_next_commit(0.0)) is not None:
             waiting.finish(error=error)
         for name in names or tuple(self._asked):
@@ -490,7 +511,7 @@ class PendingRequests:
                 asked.popleft().finish(error=error)
 
     def oldest(self, otherwise: float) -> float:
-        """Return when the request was made that waits longest for its answer."""
+        """Return when the oldest request without a reply was made."""
         return min((asked[0].since for asked in self._asked.values() if asked), default=otherwise)
 
 
@@ -499,12 +520,12 @@ class Decoder:
 
     def __init__(self) -> None:
         self._line = b""  # an unfinished reply
-        self._batch: replies.Batch | None = None  # whose lines are on their way
+        self._batch: replies.Batch | None = None  # whose lines are arriving
         self._parts: list[bytes] = []
         self._missing = 0
 
     def feed(self, data: bytes) -> Iterator[tuple[replies.Reply, bytes]]:
-        """Yield the replies that are whole now. Raises BadLine for what is no reply."""
+        """Yield the replies that are complete now. Raises BadLine for an invalid reply."""
         at = 0
         while at < len(data):
             if self._batch is not None:

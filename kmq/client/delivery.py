@@ -1,4 +1,6 @@
-"""A producer's options, its messages on their way, and their outcomes."""
+"""A producer's options, its pending messages, and their outcomes: `producer.send("orders", b"one")` returns a
+Delivery.
+"""
 
 import re
 import ssl
@@ -53,14 +55,14 @@ class Delivery:
     count: int  # messages
     missing: int  # messages of a list in parts that have no outcome yet
     size: int  # bytes
-    since: float  # when it was queued, by the monotonic clock
+    since: float  # when it was queued, on the monotonic clock
 
     def __init__(self, callback: "Callable[[Delivery], object] | None" = None) -> None:
         self.callback = callback
         self.answered = 0
         self.lines: list[bytes] | None = None  # the lines of `data`, once `line` was called
         self.done = self.seen = False  # seen: its error was raised, or given to the callback
-        self.is_provisional = False  # its ids count from 1 until the broker has named the last id it knows
+        self.is_provisional = False  # its ids count from 1 until the broker has told the last id it knows
         self.may_be_stored = False  # it was sent on a connection that broke, or the user chose its id
         self.seq = -1
         self.error: KmqError | None = None
@@ -121,7 +123,9 @@ class Delivery:
 
 
 class Part(Delivery):
-    """Some messages of a list that is longer than may be in flight. Their outcomes become those of the `whole` list."""
+    """Some messages of a list that is too long to be in flight as a whole. Their outcomes are added to the `whole`
+    list.
+    """
 
     __slots__ = ("at", "whole")
 
@@ -156,7 +160,7 @@ def _extended(rows: Sequence[_Row], more: list[_Row]) -> list[_Row]:
 
 
 def in_parts(whole: Delivery, count: int, most: int) -> Iterator[tuple[Delivery, int, int]]:
-    """Yield what to queue of a list of `count` messages: a delivery, and the places where its messages begin and end.
+    """Yield the deliveries to queue for a list of `count` messages, each with its first and its end place in the list.
 
     That is `whole` itself, or parts of at most `most` messages.
     """
@@ -253,7 +257,7 @@ class Options:
 
 
 def check_token(token: str, name: str = "token") -> None:
-    """Raise ConfigError for a token that is no single word of a request line. The error does not show it."""
+    """Raise ConfigError for a token that is not one word of a request line. The error does not show the token."""
     try:
         request_line(f"token={token}")
     except ValueError as err:

@@ -12,7 +12,10 @@ T = TypeVar("T")
 
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
-ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
+ANSWER_S = 30.0  # longest time for a reply; a connection that takes longer is replaced
+# The same for a client with several addresses: a broker that hangs, or is cut off, keeps its connections and does not
+# answer, while another broker leads its shard. Longer than the pause after the loss of a follower (KMQ_REPLICA_LAG).
+ELSEWHERE_S = 6.0
 
 
 class Refused(KmqError):
@@ -25,7 +28,7 @@ class Refused(KmqError):
         text = f"refused by the broker: {reason}"
         if not said and row.code == self.code:
             text += f": {row.text}"
-        if line:  # logs get its topic and length, and nothing that somebody may have written into it
+        if line:  # logs show its topic and length, but none of its content
             topic = line.partition(b"|")[0].partition(b".")[0][:200].decode(errors="replace") if b"|" in line else ""
             text += f" (a message of {len(line):,} bytes{f' for topic {topic!r}' * bool(topic)})"
         super().__init__(text)
@@ -36,7 +39,7 @@ class Fenced(Refused):
 
 
 class NotAnswered(RetryError, TimeoutError):
-    """No reply came in time: the message may or may not be stored. Sending it again with the same id is safe."""
+    """No reply came in time: the message may or may not be stored. It is safe to send it again with the same id."""
 
 
 def choose(call: Callable[..., object], options: Callable[..., T], given: Mapping[str, object]) -> T:

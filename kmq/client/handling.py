@@ -1,20 +1,23 @@
-"""The rules of `run`: a handler for every message, with retries, and dead letters for what cannot be handled. Pure code.
+"""The rules of `run`: a handler for every message, with retries, and dead letters for what cannot be handled. Pure
+code.
 
-    Transient   any exception of the handler: the message is tried again, at most max_retries times, after pauses that
-                double and vary at random. Its partition waits meanwhile; the others go on.
-    Permanent   kmq.Permanent, or a class named as permanent, or the last retry: the message goes to the topic `dlq`, and
+    Transient   any exception of the handler: the message is retried at most max_retries times, after pauses that
+                double and vary at random. Its partition waits meanwhile; other partitions are not held up.
+    Permanent   kmq.Permanent, or a class named as permanent, or the last retry: the message goes to the topic `dlq`,
+    and
                 then the offset is committed.
 
-Consumer.run (runner.py) and AsyncConsumer.run (runner.py) drive `Attempts`: they read, call the handler, pause
-partitions and commit. runner.py stores the letters.
+Consumer.run and AsyncConsumer.run (runner.py) drive `Attempts`: they read, call the handler, pause partitions and
+commit. runner.py stores the letters.
 
-    Again       A message that came again through the broker (Consumer.nack, a reader that died) counts its deliveries as
-                attempts. Its retry is another nack, with the pause as its delay, so its partition does not wait.
+    Redelivered If the broker delivers a message again (Consumer.nack, a reader that died), its deliveries count as
+    attempts.
+                A retry of such a message is another nack, with the pause as its delay, so its partition does not wait.
 
 Invariant   A message is committed only after the handler has returned, or its dead letter is on disk. So a message that
-            cannot be handled never blocks its partition, and none is skipped.
+            cannot be handled never blocks its partition, and no message is skipped.
 Crash       Between the letter and the commit: the letter has the same id the next time and is stored once.
-Memory      One message per partition waits for its retry; the messages behind it are read again.
+Memory      One message per partition waits for its retry; the messages after it are read again.
 """
 
 import math
@@ -26,8 +29,9 @@ from typing import NamedTuple
 from kmq.client.consumer_options import ConsumerOptions
 from kmq.errors import ConfigError
 from kmq.message import record
-from kmq.message.letters import DLQ, Failure
+from kmq.message.letters import Failure
 from kmq.message.message import Message
+from kmq.message.record import DLQ
 from kmq.wire.requests import TopicPartition
 
 POLL_S = 1.0  # longest wait for records
@@ -35,7 +39,7 @@ OWN_TOPIC = f"<topic>{DLQ}"
 
 
 class Permanent(Exception):
-    """Raised by a handler: trying this message again is useless."""
+    """Raised by a handler: a retry of this message is useless."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,12 @@ class Backoff:
     longest: float = 30.0
 
     def seconds(self, attempt: int) -> float:
-        """Return the pause after so many attempts, counted from 1."""
+        """Return the pause after this many attempts, counted from 1."""
         return min(self.longest, self.first * 2.0 ** min(attempt - 1, 60)) * random.uniform(0.5, 1.0)
 
 
 class Rules(NamedTuple):
-    """What happens to a message that the handler has refused."""
+    """What happens to a message whose handler raised."""
 
     max_retries: int = 3
     backoff: Backoff = Backoff()
@@ -59,14 +63,14 @@ class Rules(NamedTuple):
     permanent: tuple[type[Exception], ...] = ()
 
     def check(self, handler: object, knows_producers: bool) -> None:
-        """Raise ConfigError for what would fail, or go astray, with the first message that cannot be handled.
+        """Raise ConfigError for rules that would fail only at the first message that cannot be handled.
 
-        `knows_producers`: it is known where the broker takes letters.
+        `knows_producers`: the address for dead letters is known.
         """
         first, longest = self.backoff.first, self.backoff.longest
         if not callable(handler):
             raise ConfigError(f"handler={handler!r}: must be a function, which gets a message")
-        if not (0 <= first < math.inf and 0 <= longest < math.inf):  # nan compares with nothing
+        if not (0 <= first < math.inf and 0 <= longest < math.inf):  # all comparisons with nan are False
             raise ConfigError(f"backoff: first={first} and longest={longest} must be seconds, 0 or more")
         if self.dlq is None:
             return
@@ -79,7 +83,7 @@ class Rules(NamedTuple):
             )
 
     def topic_of_letters(self, topic: str) -> str:
-        """Return where the letters of a topic go."""
+        """Return the topic for dead letters of a topic."""
         assert self.dlq is not None
         return f"{topic}{DLQ}" if self.dlq == OWN_TOPIC else self.dlq
 
@@ -93,15 +97,15 @@ class Held(NamedTuple):
     offset: int
     attempts: int
     first_failure: float
-    due: float  # by the monotonic clock
+    due: float  # on the monotonic clock
 
     def left_s(self, now: float) -> float:
-        """Return how long it waits still."""
+        """Return the seconds until its retry."""
         return max(0.0, self.due - now)
 
 
 class Attempts:
-    """What one consumer has handled, and what waits for its retry. Times are the caller's."""
+    """The messages that one consumer has handled, and those that wait for a retry. Callers pass the time."""
 
     def __init__(self, options: ConsumerOptions, rules: Rules) -> None:
         """Raise ConfigError if a consumer with these options cannot run a handler under these rules."""
@@ -115,7 +119,7 @@ class Attempts:
         self._behind: set[TopicPartition] = set()
 
     def wait_s(self, now: float) -> float:
-        """Return how long to wait for records: not beyond the next retry."""
+        """Return how long to wait for records: at most until the next retry."""
         due = min((held.due for held in self._held.values()), default=math.inf)
         return max(0.0, min(POLL_S, due - now))
 
@@ -124,20 +128,22 @@ class Attempts:
         self._behind = set()
 
     def is_turn_of(self, message: Message) -> bool:
-        """Return False for what follows a message that failed: it is read again."""
+        """Return False for messages after one that failed: they are read again."""
         return message.deliveries > 1 or _place(message) not in self._behind
 
     def succeeded(self, message: Message) -> None:
-        """Note that a message was handled, or its dead letter is on disk. One that came again is committed by itself."""
+        """Note that a message was handled, or its dead letter is on disk. The caller commits a redelivered message
+        itself.
+        """
         self._held.pop(_place(message), None)
         self._handled[_place(message)] = message.offset + 1
 
     def failed(self, message: Message, error: Exception, now: float, wall: float) -> Held | Failure:
-        """Return that the message waits for its retry, or what its dead letter says. `wall`: the time of day."""
+        """Return Held if the message waits for a retry, else what its dead letter says. `wall`: the time of day."""
         place, is_again = _place(message), message.deliveries > 1
         held = None if is_again else self._held.pop(place, None)
         if held is not None and held.offset != message.offset:
-            held = None  # of the time before others read this partition
+            held = None  # left from before another member read this partition
         attempts = held.attempts + 1 if held else message.deliveries
         first = held.first_failure if held else wall
         if isinstance(error, (Permanent, *self._rules.permanent)) or attempts > self._rules.max_retries:

@@ -1,8 +1,9 @@
 """The plain protocol, fire and forget: lines in blocks, and a user who is told what the sender waits for.
 
+    sender.send(b"orders|||one\n")          # queued; sent in blocks, without a reply
+
 Promise     close() returns only after ingress has received every byte and closed its side, so that no error on the way
-            is missed. Messages are durable a moment later, but nothing confirms that: only the acknowledged protocol
-            does.
+            is missed. Messages are durable a moment later, but only the acknowledged protocol confirms that.
             Backpressure is the contract: a broker without space accepts nothing, and a sender that waits loses nothing.
             But a sender must not wait in silence.
 """
@@ -160,7 +161,7 @@ def say(text: str) -> None:
 
 
 def _gist(reason: str) -> str:
-    """Return a reason without its numbers, because "for 3.1 s" is no news after "for 2.1 s"."""
+    """Return a reason without its numbers: "for 3.1 s" is not printed again after "for 2.1 s"."""
     return re.sub(r"[\d.,]+", "#", reason)
 
 

@@ -59,18 +59,21 @@ class Producer:
     def __init__(
         self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]
     ) -> None:
-        """`host`: one, or those of a shard, `a:5673,b:5673,c:5673`, which are tried in turn until one serves.
+        """`host`: one host, or those of a shard, `a:5673,b:5673,c:5673`, which are tried in turn until one serves.
 
         `port`: the port of a host without one; a number, or a function that is called before each connection.
         """
         self._start(address_of(host, port), choose(Producer, Options, options))
 
     @classmethod
-    def local(cls, **options: Unpack[Choices]) -> "Producer":
-        """Return a producer for the broker of this directory's settings (environment, kmq.toml)."""
-        local_address()
+    def local(cls, address: Address = local_address, **options: Unpack[Choices]) -> "Producer":
+        """Return a producer for the broker of this directory's settings (environment, kmq.toml).
+
+        `address`: where the broker's own processes find its ingress.
+        """
+        address()
         producer = cls.__new__(cls)
-        producer._start(local_address, choose(Producer.local, Options, options))
+        producer._start(address, choose(Producer.local, Options, options))
         return producer
 
     def _start(self, address: Address, options: Options) -> None:

@@ -48,10 +48,13 @@ class AsyncProducer:
         self._order = asyncio.Lock()  # so that senders waiting for room proceed in order
 
     @classmethod
-    def local(cls, **options: Unpack[Choices]) -> "AsyncProducer":
-        """Return a producer for the broker of this directory's settings (environment, kmq.toml)."""
+    def local(cls, address: Address = local_address, **options: Unpack[Choices]) -> "AsyncProducer":
+        """Return a producer for the broker of this directory's settings (environment, kmq.toml).
+
+        `address`: where the broker's own processes find its ingress.
+        """
         producer = cls(**options)
-        producer._link.address = local_address
+        producer._link.address = address
         return producer
 
     @property
@@ -428,7 +431,7 @@ class ProducerLink(asyncio.Protocol):
         )
         self._transport = transport
         keep_alive(transport.get_extra_info("socket"))
-        transport.write(self.core.hello(server.token))
+        transport.write(self.core.hello(server.token, server.epoch))
 
     async def _look(self) -> None:
         """Let expired messages fail, report stalls, and leave a broker that is silent for too long."""

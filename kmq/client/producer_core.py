@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from secrets import token_hex
 
 from kmq.client.delivery import Delivery, Options
-from kmq.client.failures import ANSWER_S, Fenced, Refused, refused_message
+from kmq.client.failures import ELSEWHERE_S, Fenced, Refused, refused_message
 from kmq.client.window import SendWindow
 from kmq.config.values import KIB, MIB
 from kmq.errors import EXIT_CONFIG, KmqError
@@ -46,9 +46,9 @@ Outgoing = tuple[bytes, bytes | None, str | int | None, Headers | None, float]  
 
 
 def as_list(payloads: Iterable[bytes | str | None], options: Options) -> Sequence[bytes | str | None]:
-    """Return the payloads of a list to send. Raises TypeError for what is no list of them.
+    """Return the payloads of a list to send. Raises TypeError for anything else.
 
-    A list that is sent in parts is checked as a whole, so that none of it is sent if one of its payloads is wrong.
+    A list that is sent in parts is checked as a whole first, so that nothing is sent if one of its payloads is wrong.
     """
     if isinstance(payloads, list | tuple):
         found: Sequence[bytes | str | None] = payloads
@@ -73,9 +73,9 @@ class ProducerCore:
         self._away_since: float | None = time.monotonic()  # None: there is a connection
         self._away_reason = "not connected yet"  # why the last connection ended; "": it has answered since
         self._replied_at = 0.0  # when the last reply came on this connection, or its greeting
-        self.has_others = False  # there are other addresses than the one of this connection
+        self.has_others = False  # this client has other addresses besides that of this connection
         self._replies = ConnectionReplies()  # of this connection
-        self._attempt: Attempt | None = Attempt(token_hex(8), 0)  # the last one; None: the broker knows no attempts
+        self._attempt: Attempt | None = Attempt(token_hex(8), 0)  # the last one; None: the broker is too old for it
 
     @property
     def connected(self) -> bool:
@@ -140,14 +140,14 @@ class ProducerCore:
 
     # --- a connection ------------------------------------------------------------------------------------------------
 
-    def hello(self, token: str = "") -> bytes:
+    def hello(self, token: str = "", epoch: int | None = None) -> bytes:
         """Return the first line of the next connection.
 
-        It may wait on its way, and arrive after that of a connection that is made later. So it says the attempt.
+        The line may be delayed and arrive after that of a later connection. So it carries the number of the attempt.
         """
         options = self.options
         self._attempt = self._attempt and self._attempt.next()
-        return format_hello(self.ids, options.window, options.token or token, options.reserved, self._attempt)
+        return format_hello(self.ids, options.window, options.token or token, options.reserved, self._attempt, epoch)
 
     def is_greeting(self, data: bytes) -> bool:
         """Return True if `data` is all of the reply to hello: a line `!last` may follow `!ok`. Raises Refused."""
@@ -176,7 +176,7 @@ class ProducerCore:
 
     def _refused_connection(self, refusal: Refused) -> None:
         if refusal.reason.startswith("bad_hello 'attempt="):
-            self._attempt = None  # the broker is older, and takes the next hello, which says nothing of it
+            self._attempt = None  # the broker is older; the next hello omits it
         elif refusal.code not in RETRYABLE:
             refusal.exit_code = EXIT_CONFIG
             self.fail(refusal)
@@ -271,14 +271,15 @@ class ProducerCore:
         self.window.fail_all(error)
 
     def silent(self) -> str:
-        """Return why to go to another address: replies are awaited, and none comes; "": stay.
+        """Return why to change to another address: replies are awaited, and none arrives; "": stay.
 
-        A broker that only hangs keeps its connections. With one address there is nobody else to ask.
+        A broker that only hangs keeps its connections. With a single address there is no other broker to ask.
         """
         oldest = self.window.oldest
         if not self.has_others or oldest is None or not self.connected:
             return ""
-        return f"no reply within {ANSWER_S:g} s" if time.monotonic() - max(oldest, self._replied_at) > ANSWER_S else ""
+        is_late = time.monotonic() - max(oldest, self._replied_at) > ELSEWHERE_S
+        return f"no reply within {ELSEWHERE_S:g} s" if is_late else ""
 
     def describe(self, now: float) -> str:
         """Return a sentence on what the producer waits for."""
@@ -311,7 +312,7 @@ class Overdue:
 
     @property
     def is_said(self) -> bool:
-        """Return True while the log has the begin of a stall and not its end."""
+        """Return True while the log has the begin of a stall but not its end."""
         return self._since > 0
 
     def look(self) -> str:
@@ -409,7 +410,8 @@ class Ids:
 # --- lines -----------------------------------------------------------------------------------------------------------
 # The lines of the acknowledged protocol besides messages, as a client writes and reads them.
 #
-#     !hello acks=1 [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [reserved=1] [token=<token>]
+#     !hello acks=1 [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [reserved=1] [epoch=<n>]
+#            [token=<token>]
 #     !ok max_line=<bytes>       or  !err 0 <code> <text>                            the reply to this first line
 #     !last <id>                                                                     after !ok, if last=? was asked
 #     !ack <n> <seq>   !dup <n> <seq>   !err <n> <code> <text>                       replies to messages, n counted from 1
@@ -417,11 +419,19 @@ class Ids:
 # kmq/ingress/hello.py reads the first line, kmq/framing/parser.py makes the last.
 
 
-def format_hello(ids: Ids, window: str, token: str, reserved: bool = False, attempt: Attempt | None = None) -> bytes:
+def format_hello(
+    ids: Ids,
+    window: str,
+    token: str,
+    reserved: bool = False,
+    attempt: Attempt | None = None,
+    epoch: int | None = None,
+) -> bytes:
     """Return the first line of a connection. `reserved`: it writes to topics of KMQ itself."""
     who = (f"producer={ids.name}", f"attempt={attempt}" if attempt else "") if ids.name else ()
     scope = f"window={window}" if window else ""
-    options = "last=?" * ids.asks_last, "reserved=1" * reserved, f"token={token}" if token else ""
+    own = "reserved=1" * reserved, f"epoch={epoch}" if epoch is not None else ""
+    options = "last=?" * ids.asks_last, *own, f"token={token}" if token else ""
     return request_line("!hello", "acks=1", *who, scope, *options)
 
 
@@ -433,7 +443,7 @@ def read_last(line: bytes, name: str) -> int:
     return int(id)
 
 
-_MOST_REPLY = 64 * KIB  # bytes of a line that a broker says
+_MOST_REPLY = 64 * KIB  # longest line of a broker, in bytes
 
 
 def check_unfinished(line: bytes) -> None:

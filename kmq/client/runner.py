@@ -1,12 +1,16 @@
 """`Consumer.run` and `AsyncConsumer.run`: drive the rules of handling.py, and store dead letters.
 
-Stop        `stop`, or SIGTERM, ends a run between two messages, and what was handled is committed. SIGTERM is taken in the
-            main thread, where nobody else handles it. A second one ends the process at once.
-Letters     A blocking kmq.Producer stores them (kmq/message/letters.py), and each call waits until its letter is on disk.
-            asyncio does that in a thread: letters are rare, and there is one way to store them.
+    consumer.run(handle, dlq="orders.dead")   # handle(message) raises → retries → a record of topic orders.dead
+
+Stop        `stop`, or SIGTERM, ends a run between two messages, and handled messages are committed. SIGTERM is caught
+in the
+            main thread, unless the program has a handler for it. A second SIGTERM ends the process at once.
+Letters     A blocking kmq.Producer stores them (kmq/message/letters.py), and each call waits until its letter is on
+disk.
+            asyncio does that in a thread: letters are rare, and so there is only one way to store them.
 Async       The handler is a function or a coroutine function. A plain function must not block, because the event loop
-            waits for it. If the run is cancelled, the message that is being handled is neither committed nor a failure;
-            it comes again.
+            waits for it. If the run is cancelled, the message in the handler is not committed and does not count as
+            failed; it is delivered again.
 """
 
 import contextlib
@@ -42,12 +46,12 @@ class Stop(Protocol):
 
 @contextlib.contextmanager
 def stopping(stop: Stop | None) -> Iterator[Stop]:
-    """Yield what ends a run: `stop`, or an event of its own; SIGTERM sets it where nobody else handles that."""
+    """Yield the event that ends a run: `stop`, or a new one; SIGTERM sets it unless the signal has another handler."""
     event: Stop = threading.Event() if stop is None else stop
 
     def end(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # In a thread of its own: the handler may have interrupted whoever holds the lock of the event.
+        # In a thread of its own: the signal may have interrupted the holder of the event's lock.
         threading.Thread(target=event.set).start()
 
     is_main = threading.current_thread() is threading.main_thread()
@@ -67,14 +71,14 @@ async def run_handler(
     make: "MakeProducer | None",
     stop: Stop | None,
 ) -> None:
-    """Do what Consumer.run and AsyncConsumer.run say. `make`: None if it is not known where the broker takes letters."""
+    """Implement Consumer.run and AsyncConsumer.run. `make`: None if the address for dead letters is not known."""
     rules.check(handler, knows_producers=make is not None)
     with stopping(stop) as event:
-        await Runner(consumer, rules, make or local_producer).run(handler, event)  # without letters nobody is asked
+        await Runner(consumer, rules, make or local_producer).run(handler, event)  # connects for letters only
 
 
 class Runner:
-    """Hands the messages of a consumer to a handler."""
+    """Passes the messages of a consumer to a handler."""
 
     def __init__(self, consumer: ConsumerCalls, rules: Rules, producer: "MakeProducer") -> None:
         self._consumer, self._rules = consumer, rules
@@ -82,7 +86,9 @@ class Runner:
         self._letters = Letterbox(consumer.options.group_id, producer)
 
     async def run(self, handler: Callable[[Message], object], stop: Stop) -> None:
-        """Handle messages until `stop`, or the consumer is closed. Raises what is no Exception, such as KeyboardInterrupt."""
+        """Handle messages until `stop` is set or the consumer is closed. KeyboardInterrupt and the like are not
+        caught.
+        """
         consumer = self._consumer
         try:
             while not consumer.closed and not stop.is_set():
@@ -125,37 +131,41 @@ class Runner:
                     raise
                 dlq, failure = self._rules.topic_of_letters(message.topic), outcome
                 await consumer._driver.aside(partial(self._letters.put, message, dlq, failure))
+                logger().warning(
+                    "%s/%d offset %d went to %s after %d attempts: %.200r",
+                    *(message.topic, message.partition, message.offset, dlq, failure.attempts, failure.error),
+                )
             if message.deliveries > 1:
                 consumer.commit_async(message, report)
             else:
                 self._attempts.succeeded(message)
 
     async def _hold(self, message: Message, held: Held, error: Exception) -> None:
-        """Let a partition wait at this message. One that came again is given back instead."""
+        """Pause a partition at this message until its retry. A redelivered message is given back instead."""
         place = TopicPartition(message.topic, message.partition)
         if message.deliveries > 1:
             try:
                 await self._consumer._nack(message, held.left_s(time.monotonic()), repr(error))
-            except KmqError as err:  # it comes again when this member leaves, or comes back
+            except KmqError as err:  # delivered again when this member leaves or reconnects
                 logger().warning("%s offset %d: not given back: %s", place, message.offset, err)
             return
         logger().warning("%s offset %d: attempt %d failed: %.200r", place, message.offset, held.attempts, error)
-        with contextlib.suppress(KmqError):  # it is another member's meanwhile
+        with contextlib.suppress(KmqError):  # it belongs to another member meanwhile
             self._consumer.seek(place, held.offset)
             self._consumer.pause(place)
 
     def _put_back(self, messages: Sequence[Message]) -> None:
-        """Let messages that were given out and not handled be the next of their partitions, so that nobody commits them."""
+        """Seek back to the messages that were handed out and not handled, so that they are not committed."""
         first: dict[TopicPartition, int] = {}
         for message in messages:
-            if message.deliveries <= 1:  # what came again is not behind the position
+            if message.deliveries <= 1:  # a redelivered message is not at the position
                 first.setdefault(TopicPartition(message.topic, message.partition), message.offset)
         for place, offset in first.items():
-            with contextlib.suppress(KmqError):  # it is another member's meanwhile
+            with contextlib.suppress(KmqError):  # it belongs to another member meanwhile
                 self._consumer.seek(place, offset)
 
     def _go_on(self) -> None:
-        """Commit what was handled, and let partitions go on that have waited long enough."""
+        """Commit what was handled, and resume partitions whose pause is over."""
         if handled := self._attempts.take_handled():
             self._consumer.commit_async(handled, report)
         for place in self._attempts.due(self._consumer.assignment(), time.monotonic()):
@@ -174,22 +184,22 @@ def report(offsets: object, error: KmqError | None) -> None:
 _NAME = re.compile(NAME_PATTERN)
 PLAIN_PORT, TLS_PORT = 5673, 5443  # for producers
 _TLS_CONSUMERS = 5444
-MakeProducer = Callable[[str], Producer]  # given its window
-_HEADER_ROOM = 4096  # bytes that a line takes beside its payload, where a letter has to be cut
+MakeProducer = Callable[[str], Producer]  # called with its window
+_HEADER_ROOM = 4096  # bytes of a line besides its payload, when a letter has to be cut
 
 
 class Letterbox:
-    """The way of one group's letters to the broker. It connects when the first letter is put in."""
+    """Sends one group's dead letters to the broker. It connects when the first letter is put in."""
 
     def __init__(self, group: str, make: Callable[[str], Producer]) -> None:
-        """`make` returns a producer, given its window."""
+        """`make` is called with a window and returns a producer."""
         self._group, self._make = group, make
         self._producer: Producer | None = None
 
     def put(self, message: Message, dlq: str, failure: Failure) -> int:
-        """Store a message as a dead letter of topic `dlq`, and return its seq; 0: stored before, and not known.
+        """Store a message as a dead letter of topic `dlq`. Return its seq; 0: stored before, with an unknown seq.
 
-        Raises KmqError if that is impossible.
+        Raises KmqError if it cannot be stored.
         """
         if self._producer is None:
             self._producer = self._make(_window(self._group))
@@ -200,10 +210,6 @@ class Letterbox:
                 raise
             most = self._producer.connect() - _HEADER_ROOM
             seq = _send(self._producer, format_letter(message, dlq, failure, most))
-        logger().warning(
-            "%s/%d offset %d went to %s after %d attempts: %.200r",
-            *(message.topic, message.partition, message.offset, dlq, failure.attempts, failure.error),
-        )
         return seq
 
     def close(self) -> None:
@@ -222,9 +228,9 @@ def _send(producer: Producer, line: bytes) -> int:
 
 
 def makes_producers(host: str, port: object, options: ConsumerOptions) -> MakeProducer | None:
-    """Return what makes a producer of the broker that a consumer at this address reads.
+    """Return a function that makes producers for the broker that a consumer at this address reads.
 
-    None at another port than the usual ones: behind the usual port for producers there may be another broker.
+    None at another port than the usual ones: then the usual port for producers may belong to another broker.
     """
     tls = options.tls
     usual, other = (_TLS_CONSUMERS, TLS_PORT) if tls else (PORT, PLAIN_PORT)

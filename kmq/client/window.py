@@ -27,7 +27,7 @@ class SendWindow:
         self.queue: deque[Delivery] = deque()  # not yet written
         self.flying: deque[Delivery] = deque()  # written on this connection
         self.done: deque[Delivery] = deque()  # their callbacks are called next, in this order
-        self._unseen: list[Delivery] = []  # failed, and nobody was shown their errors
+        self._unseen: list[Delivery] = []  # failed, and their errors were not shown yet
         self.hurry = False  # a caller waits: write queued messages now
         self.filling = False  # the window was full: write the next group when it is full again, or on `hurry`
         self._gathers = options.linger_ms is None

@@ -1,4 +1,4 @@
-"""What several brokers share through Consul. docs/cluster.md has the keys and what is done with them."""
+"""Parts that several brokers share through Consul. docs/broadcast-queue.md describes the keys and their use."""
 
 from importlib.util import find_spec
 

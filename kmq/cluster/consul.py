@@ -1,13 +1,14 @@
-"""The part of Consul's HTTP API that KMQ uses: what is asked, what the answers mean, and how both are sent.
+"""The part of Consul's HTTP API that KMQ uses: requests, the meaning of the responses, and the connections.
 
 Each function is a generator, a `Steps`: it yields a Request or a Pause, gets the Response, and returns its result.
+Example: `read("kmq/dev/epoch")` yields `GET /v1/kv/kmq/dev/epoch?consistent=` and returns a KvEntry or None.
 The transport carries the steps out over HTTP, at the first of several addresses that answers.
 The tests carry them out in any order they like.
 
 Invariant   A request that changes something is sent a second time only if the first one was surely not sent. Otherwise
-            the caller is told that nobody knows (Unanswered), and decides.
-Errors      Conflict      a Txn was refused, and `op_index` says which operation refused it: nothing was changed
-            Unanswered    no answer, or one that does not tell whether the request was carried out
+            the caller gets Unanswered: the outcome is unknown, and the caller decides.
+Errors      Conflict      a Txn was refused, and nothing was changed; `op_index` is the operation that refused it
+            Unanswered    no answer, or an answer that leaves open whether the request was carried out
             ConsulError   any other refusal: asking again gets the same answer
 """
 
@@ -31,11 +32,11 @@ from kmq.errors import EXIT_CONFIG, ConfigError, RetryError, Stopped, quotation
 T = TypeVar("T")
 
 MAX_OPERATIONS = 64  # of a Txn
-LOCK_DELAY_S = 1  # after a session was lost nobody gets its locks for so long: what it has sent has arrived by then
+LOCK_DELAY_S = 1  # after a session was lost its locks stay taken for so long: by then its last requests have arrived
 
 
 class Request(NamedTuple):
-    """What to send. `wait_s`: how long Consul may hold the answer back."""
+    """A request to send. `wait_s`: how long Consul may hold the answer back."""
 
     method: str
     path: str
@@ -45,24 +46,24 @@ class Request(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Do nothing for so many seconds."""
+    """Wait for so many seconds."""
 
     seconds: float
 
 
 class Response(NamedTuple):
-    """What came back. The names of `headers` are in lower case."""
+    """An answer. The names of `headers` are in lower case."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
 
 
-Steps = Generator[Request | Pause, Any, T]  # it is sent a Response for each Request, and None after a Pause
+Steps = Generator[Request | Pause, Any, T]  # gets a Response for each Request, and None after a Pause
 
 
 class ConsulError(RetryError):
-    """Consul has refused a request. `status` is that of HTTP; 0: there was none; 403: the token is wrong."""
+    """Consul has refused a request. `status`: the HTTP status (403: the token is wrong); 0: there is no status."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
@@ -72,7 +73,7 @@ class ConsulError(RetryError):
 
 
 class Conflict(ConsulError):
-    """A Txn changed nothing because operation `op_index` did not find what it expects."""
+    """A Txn changed nothing because the condition of operation `op_index` was not met."""
 
     def __init__(self, text: str, op_index: int) -> None:
         super().__init__(text, 409)
@@ -80,11 +81,11 @@ class Conflict(ConsulError):
 
 
 class Unanswered(ConsulError):
-    """Nobody knows whether the request was carried out, or it may still be."""
+    """The outcome of the request is unknown. It may have been carried out, or may still be."""
 
 
 class KvEntry(NamedTuple):
-    """A key and its value. `version` rises with each write; `session` holds the key's lock, "": nobody does."""
+    """A key and its value. `version` rises with each write; `session` holds the key's lock ("": not locked)."""
 
     key: str
     value: bytes
@@ -110,10 +111,10 @@ def read(key: str) -> Steps[KvEntry | None]:
 
 
 def watch(prefix: str, position: int, wait_s: float) -> Steps[Watched]:
-    """Return everything under `prefix` when something there has changed since `position`, at the latest after `wait_s`.
+    """Return all entries under `prefix` when one has changed since `position`, at the latest after `wait_s`.
 
-    From position 0 it returns at once. A position that went backwards is returned as 0: Consul was restored, so what
-    was read before says nothing.
+    With position 0 return at once. If the new position is below `position`, return it as 0: Consul was restored, so
+    entries read before may be wrong.
     """
     millis = max(1, int(wait_s * 1000))  # Consul takes 0 for its default, which is five minutes
     params = {"recurse": "", "index": str(position), "wait": f"{millis}ms"}
@@ -138,7 +139,7 @@ def _entry(item: dict[str, Any]) -> KvEntry:
 
 
 def given_entries(text: bytes) -> list[KvEntry]:
-    """Return the entries of the JSON array that `consul watch` gives its handler. Raises ValueError if it is none."""
+    """Return the entries of the JSON array that `consul watch` gives its handler. Raises ValueError for other texts."""
     try:
         return [_entry(item) for item in json.loads(text) or []]
     except (KeyError, TypeError, AttributeError, binascii.Error) as error:
@@ -164,7 +165,7 @@ def check_session(key: str, session: str) -> KvOperation:
 
 
 def cas(key: str, value: bytes, version: int) -> KvOperation:
-    """Set a key that still has this version; with 0, a key that is not there."""
+    """Set a key if it still has this version; version 0: if it does not exist."""
     return KvOperation("cas", key, value, version)
 
 
@@ -190,9 +191,9 @@ def _fields(operation: KvOperation) -> dict[str, object]:
 
 
 def register(name: str, ttl_s: float) -> Steps[None]:
-    """Give this agent a service `name` with a check that fails unless `beat` is called within every `ttl_s`.
+    """Register a service `name` at this agent, with a check that fails unless `beat` is called within every `ttl_s`.
 
-    A service and not a bare check, because the agent forgets it a minute after the check has failed.
+    It is a service and not a bare check because the agent forgets a service a minute after its check has failed.
     """
     check = {
         "CheckID": name,
@@ -204,19 +205,19 @@ def register(name: str, ttl_s: float) -> Steps[None]:
 
 
 def deregister(name: str) -> Steps[None]:
-    """Take the service and its check away again."""
+    """Remove the service and its check."""
     yield from _put(f"/v1/agent/service/deregister/{name}")
 
 
 def beat(name: str) -> Steps[None]:
-    """Say that the owner of the check is alive. Raises ConsulError if this agent has no such check."""
+    """Report that the owner of the check is alive. Raises ConsulError if this agent has no such check."""
     yield from _put(f"/v1/agent/check/pass/{name}")
 
 
 def create_session(name: str, keeps_keys: bool = False) -> Steps[str]:
     """Return a new session that ends when the check `name`, or the agent's node, fails.
 
-    Its locks are then deleted; with `keeps_keys` they are given back, and the keys stay with their values.
+    Its locked keys are then deleted. With `keeps_keys` they are only unlocked, and stay with their values.
     """
     body = {
         "Name": name,
@@ -236,7 +237,7 @@ def has_session(session: str) -> Steps[bool]:
 
 
 def destroy_session(session: str) -> Steps[None]:
-    """End a session: its locks are given back."""
+    """End a session and with it its locks."""
     yield from _put(f"/v1/session/destroy/{session}")
 
 
@@ -257,13 +258,13 @@ def _json(response: Response) -> Any:
 
 
 def _check(response: Response) -> None:
-    """Raise what the status says."""
+    """Raise the error that belongs to the status, if any."""
     if response.status < 300:
         return
     text = response.body.decode(errors="replace").strip()
     if response.status == 409:
         raise _conflict(text)
-    if response.status >= 500:  # also "No cluster leader", and a leader that lost its office while it was at work
+    if response.status >= 500:  # also "No cluster leader", and a leader deposed during the request
         raise Unanswered(f"Consul: {text or response.status}", response.status)
     if response.status == 403:
         text = f"{text or 'forbidden'}; KMQ_CONSUL_TOKEN must be a token that may do this"
@@ -281,19 +282,19 @@ def _conflict(text: str) -> ConsulError:
 
 # --- transport -------------------------------------------------------------------------------------------------------
 
-_ANSWER_S = 4.0  # longest time for an answer that Consul does not hold back: then another address is asked
+_ANSWER_S = 4.0  # longest wait for an answer that Consul does not hold back; then another address is asked
 _CONNECT_S = 2.0
-_EYEBALLS_S = 0.25  # after it the next address of a host is tried too
-_IDLE_S = 5.0  # an older connection is not used again: a firewall may have forgotten it
+_EYEBALLS_S = 0.25  # then the next address of a host is tried too
+_IDLE_S = 5.0  # a connection idle for longer is not used again: a firewall may have forgotten it
 _WATCH_SLACK = 17 / 16  # Consul adds up to a sixteenth to the time of a watch
 
 
 class ConsulAddress(NamedTuple):
-    """Where Consul is, and how to get in."""
+    """Addresses of Consul, and the token and certificates for it."""
 
     urls: Sequence[str]
     token: str = ""
-    ca: str = ""  # file of a certificate authority; "": those of the system
+    ca: str = ""  # file of a certificate authority; "": the system's authorities
 
     @classmethod
     def of(cls, text: str, token: str = "", ca: str = "") -> "ConsulAddress":
@@ -318,7 +319,7 @@ class ConsulAddress(NamedTuple):
 
 
 class _Url(NamedTuple):
-    """An address, as it is connected to and asked. `name`: the header Host; `prefix`: of each path; `login`: of a proxy."""
+    """The parts of an address. `name`: for the header Host; `prefix`: of each path; `login`: for a proxy."""
 
     scheme: str
     host: str
@@ -360,7 +361,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Return True if it waits for a request, and not so long that somebody on the way may have forgotten it."""
+        """Return True if the connection is ready for a request, and not idle for longer than _IDLE_S."""
         is_ready = self._transport is not None and not self._has_ended and self._http.our_state is h11.IDLE
         return is_ready and time.monotonic() - self._idle_since < _IDLE_S
 
@@ -370,7 +371,7 @@ class _Connection(asyncio.Protocol):
         length = [(b"Content-Length", b"%d" % len(asked.body))] if asked.method != "GET" else []
         sent = [h11.Request(method=asked.method, target=target, headers=[*headers, *length]), h11.Data(asked.body)]
         parts = [http.send(event) or b"" for event in (*sent, h11.EndOfMessage())]
-        if transport is not None:  # else `_more` says why
+        if transport is not None:  # else `_more` raises the reason
             transport.write(b"".join(parts))
         status, found, body = 0, dict[str, str](), bytearray()
         async with asyncio.timeout(silence_s) as timer:
@@ -395,7 +396,7 @@ class _Connection(asyncio.Protocol):
         if self._has_ended:
             if self._http.their_state is h11.SEND_RESPONSE:
                 raise ConnectionError("the connection was closed without an answer")
-            return self._http.receive_data(b"")  # which may be the end of an answer
+            return self._http.receive_data(b"")  # the end of the connection may be the end of an answer
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -407,7 +408,7 @@ class _Connection(asyncio.Protocol):
         self._transport, self._idle_since = transport, time.monotonic()
 
     def data_received(self, data: bytes) -> None:
-        if self._http.our_state is h11.IDLE:  # nobody has asked
+        if self._http.our_state is h11.IDLE:  # no request was sent
             return self.abort()
         self._http.receive_data(data)
         self._wake()
@@ -441,12 +442,12 @@ class Transport:
             self._tls = ssl.create_default_context(cafile=address.ca or None)
         except OSError as error:
             raise ConfigError(f"KMQ_CONSUL_CA={address.ca}: {error}") from None
-        if not re.fullmatch("[!-~]*", address.token):  # h11's own error would show it
+        if not re.fullmatch("[!-~]*", address.token):  # h11's own error would show the token
             raise ConfigError(
                 "KMQ_CONSUL_TOKEN: must be printable ASCII without blanks; leave out the line break at its end, if any"
             )
         self._token = [(b"X-Consul-Token", address.token.encode())] if address.token else []
-        self._idle: list[tuple[int, _Connection]] = []  # connections without a request, and to which address
+        self._idle: list[tuple[int, _Connection]] = []  # idle connections, each with the index of its address
         self._has_closed = False
 
     async def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
@@ -467,7 +468,7 @@ class Transport:
             return result
 
     async def ask(self, asked: Request | Pause) -> Response | None:
-        """Ask one address after the other. Raises Unanswered if another try could do something twice."""
+        """Ask one address after the other. Raises Unanswered if all failed, or a retry could change something twice."""
         if isinstance(asked, Pause):
             await asyncio.sleep(asked.seconds)
             return None
@@ -479,14 +480,14 @@ class Transport:
                 was_sent = True
                 return await self._ask(connection, at, asked)
             except (OSError, h11.ProtocolError) as error:
-                if self._at == at:  # another task may have left it already
+                if self._at == at:  # else another task has moved to the next address already
                     self._at = (at + 1) % len(self._urls)
                 left -= 1
                 if not left or (was_sent and asked.method != "GET"):
                     raise Unanswered(f"Consul at {self._urls[at].shown}: {_reason(error)}") from error
 
     async def _connect(self, at: int) -> _Connection:
-        """Return a connection to this address: one that is idle, or a new one. Raises OSError."""
+        """Return an idle or a new connection to this address. Raises OSError."""
         idle, self._idle = self._idle, []
         found = None
         for to, each in idle:
@@ -500,7 +501,8 @@ class Transport:
             return found
         url = self._urls[at]
         tls, connect = self._tls if url.scheme == "https" else None, asyncio.get_running_loop().create_connection
-        # The race is for names with several addresses. It forgets a socket that has connected when it is cancelled.
+        # The race (happy eyeballs) is for names with several addresses. If it is cancelled, asyncio forgets a socket
+        # that has just connected. So do not race for a plain address.
         delay = None if re.fullmatch(r"[\d.]+|.*:.*", url.host) else _EYEBALLS_S
         async with asyncio.timeout(_CONNECT_S if tls is None else 2 * _CONNECT_S):  # TCP, then TLS
             _, made = await connect(_Connection, url.host, url.port, ssl=tls, happy_eyeballs_delay=delay)
@@ -513,7 +515,7 @@ class Transport:
         headers = [(b"Host", url.name.encode()), *self._token, *login]
         try:
             found = await connection.ask(asked, target, headers, _ANSWER_S + asked.wait_s * _WATCH_SLACK)
-        except BaseException:  # also cancelled: an answer may come yet
+        except BaseException:  # also if cancelled, because the answer may still come
             connection.abort()
             raise
         if connection.is_usable and not self._has_closed:
@@ -523,7 +525,7 @@ class Transport:
         return found
 
     async def close(self) -> None:
-        """Keep no connection from now on: an iteration that was left gives its place back after this."""
+        """Close idle connections, and keep none open from now on. An abandoned iteration may still leave its place."""
         self._has_closed = True
         for _, connection in self._idle:
             connection.abort()
@@ -532,7 +534,7 @@ class Transport:
 
 
 def _reason(error: Exception) -> str:
-    """Return what has failed, in the system's words if it has any: asyncio says where it has tried to connect."""
+    """Return the reason of an error, in the system's words if possible: asyncio's text names each address tried."""
     if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
         number = re.search(r"\[Errno ([0-9]+)\]", str(error))  # of several attempts too
         if number is not None:

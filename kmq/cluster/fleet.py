@@ -1,12 +1,13 @@
-"""What a fleet says over the Broadcast Queue: states, which every broker reaches, and commands, which it does once.
+"""Messages of a fleet on the Broadcast Queue: states, which every broker applies, and commands, which it runs once.
 
-State       A key under topics/, tokens/ or settings/ (kmq/config/states.py). Its message has the type `state` and the payload
-            `<key> <value>`; key and message are written in one Txn, so a snapshot has what the messages have led to.
-Command     A message whose type is one of COMMANDS. It changes no key. Each broker does its id once, unless it expires
-            before, and writes what came of it under `results/<id>/<broker>`.
+State       A key under topics/, tokens/ or settings/ (kmq/config/states.py). Its message has the type `state` and the
+            payload `<key> <value>`, for example `topics/orders partitions=4`. Key and message are written in one Txn,
+            so a snapshot has the result of all messages.
+Command     A message whose type is one of COMMANDS. It changes no key. Each broker runs a command id once, unless it
+            expires before, and writes the result under `results/<id>/<broker>`.
 
-Invariant   A state key and its message are published together or not at all. A change of a state is decided on the
-            value that it replaces, because the Txn is refused if that was changed meanwhile.
+Invariant   A state key and its message are published together or not at all. A new value is always computed from the
+            value that it replaces: the Txn is refused if the old value was changed meanwhile.
 Memory      A result has at most RESULT_BYTES, a state at most STATE_BYTES.
 """
 
@@ -29,12 +30,12 @@ COMMANDS = ("verify", "compact", "retain")
 RESULT_BYTES = 4096
 STATE_BYTES = 4096
 MAX_FINDINGS, _FINDING_CHARS = 20, 300
-RESULT_S = 86_400.0  # after so long a result may be deleted
+RESULT_S = 86_400.0  # a result may be deleted after so long
 _TRIES = 20  # to change a state that others change too
 
 
 class CommandResult(NamedTuple):
-    """What came of a command. `outcome`: ok, or why not; `findings`: what it has found, the first MAX_FINDINGS."""
+    """The result of a command. `outcome`: ok, or why it failed; `findings`: its first MAX_FINDINGS findings."""
 
     type: str
     outcome: str
@@ -57,7 +58,7 @@ class CommandResult(NamedTuple):
 
     @classmethod
     def decode(cls, value: bytes) -> "CommandResult":
-        """Return the result; one that says so if the text is none."""
+        """Return the result; for any other text, a result with the outcome `unreadable`."""
         try:
             found = json.loads(value)
             ts = float(found["ts"])
@@ -68,11 +69,11 @@ class CommandResult(NamedTuple):
             return cls("", "unreadable", [], 0.0)
 
 
-_NOT_OURS = (ValueError, KeyError, TypeError, OverflowError, RecursionError)  # of a text that KMQ did not write
+_NOT_OURS = (ValueError, KeyError, TypeError, OverflowError, RecursionError)  # raised by a text that KMQ did not write
 
 
 def _text(value: object) -> str:
-    """Return a text that can be printed. Raises TypeError if it is none."""
+    """Return a text that can be printed. Raises TypeError if the value is not a string."""
     if not isinstance(value, str):
         raise TypeError("no text")
     return value.encode(errors="replace").decode()
@@ -88,9 +89,9 @@ def _texts(value: object) -> list[str]:
 
 
 def state_of(message: Message) -> tuple[str, str]:
-    """Return key and value of the state that a message says; UNREADABLE in the place of what is not one line of text.
+    """Return key and value of the state in a message. A value that is not one line of text becomes UNREADABLE.
 
-    Raises ValueError if it names no state.
+    Raises ValueError if the message names no state.
     """
     name, blank, value = message.payload.partition(b" ")
     key = name.decode(errors="replace")
@@ -102,7 +103,7 @@ def state_of(message: Message) -> tuple[str, str]:
 
 
 def states_of(snapshot: Snapshot) -> dict[str, str]:
-    """Return the states of a fleet by key; UNREADABLE in the place of a value that is not one line of text."""
+    """Return the states of a fleet by key. A value that is not one line of text becomes UNREADABLE."""
     return {key: _line(value) for key, value in snapshot.states.items() if is_state(key)}
 
 
@@ -119,7 +120,7 @@ def is_state(key: str) -> bool:
 
 
 def publish_state(publisher: Publisher, keys: Keys, key: str, decide: Callable[[str], str]) -> Steps[int]:
-    """Publish a new value of a state; `decide` returns it, given the old one ("": none). Returns the epoch.
+    """Publish a new value of a state; `decide` computes it from the old value ("" if none). Return the epoch.
 
     Raises what Publisher.publish raises, and ConfigError if the value is too long.
     """
@@ -138,7 +139,7 @@ def publish_state(publisher: Publisher, keys: Keys, key: str, decide: Callable[[
 
 
 def publish_command(publisher: Publisher, keys: Keys, type: str, lasts_s: float) -> Steps[Message]:
-    """Publish a command that brokers begin within `lasts_s`, and delete old results. Returns it with its epoch."""
+    """Publish a command that brokers may begin within `lasts_s`, and delete old results. Return it with its epoch."""
     if type not in COMMANDS:
         raise ConfigError(f"unknown command {type!r}; expected one of {', '.join(COMMANDS)}")
     message = Message.new(type, b"", lasts_s)
@@ -146,12 +147,12 @@ def publish_command(publisher: Publisher, keys: Keys, type: str, lasts_s: float)
     try:
         yield from sweep(keys, publisher.lock, time.time())
     except ConsulError:
-        pass  # the command is published; who publishes after us sweeps
+        pass  # the command is published; the next publisher sweeps
     return message._replace(epoch=epoch)
 
 
 def forget(publisher: Publisher, keys: Keys, broker: str) -> Steps[None]:
-    """Remove the mark of a broker that is gone for good. Raises ConfigError if it is here, or is not known."""
+    """Remove the mark of a broker that is gone for good. Raises ConfigError if it is present or not known."""
     place = yield from consul.read(keys.subscriber(broker))
     if place is not None and place.session:
         raise ConfigError(f"broker {broker} is here; stop it first, or it comes back at once")
@@ -166,12 +167,12 @@ def forget(publisher: Publisher, keys: Keys, broker: str) -> Steps[None]:
 
 
 def write_result(keys: Keys, id: str, broker: str, result: CommandResult) -> Steps[None]:
-    """Say what came of a command here."""
+    """Write the result that a command has had at this broker."""
     yield from consul.txn([KvOperation("set", f"{keys.results}{id}/{broker}", result.encode())])
 
 
 def watch_results(keys: Keys, id: str, position: int, wait_s: float) -> Steps[tuple[dict[str, CommandResult], int]]:
-    """Return the results of a command by broker when there is a new one, and where to watch on (consul.watch)."""
+    """Wait for a new result of a command. Return its results by broker, and the position for the next watch."""
     prefix = f"{keys.results}{id}/"
     found: Watched = yield from consul.watch(prefix, position, wait_s)
     return {
@@ -197,13 +198,13 @@ def sweep(keys: Keys, lock: Lock, now: float) -> Steps[int]:
 
 
 class BrokerReport(NamedTuple):
-    """What a broker says of itself under `brokers/<broker>`; the key goes with its session."""
+    """Report of a broker about itself, in the key `brokers/<broker>`. The key is deleted when its session ends."""
 
     holder: str  # host and pid of the agent
     ready: bool
     reasons: list[str]  # why it is not ready
-    findings: list[str]  # states that are not as the fleet says
-    own: dict[str, str]  # settings that it was given itself, which win over the fleet's
+    findings: list[str]  # states that differ from the fleet's
+    own: dict[str, str]  # the broker's own settings, which override the fleet's
 
     def encode(self) -> bytes:
         """Return the value of its key, with as many findings as fit."""
@@ -217,7 +218,7 @@ class BrokerReport(NamedTuple):
 
     @classmethod
     def decode(cls, value: bytes) -> "BrokerReport | None":
-        """Return the report; None if the text is none."""
+        """Return the report; None if the text is not a report."""
         try:
             found: dict[str, Any] = json.loads(value)
             own = {_text(name): _text(text) for name, text in found["own"].items()}
@@ -228,20 +229,20 @@ class BrokerReport(NamedTuple):
 
 
 def read_reports(keys: Keys) -> Steps[dict[str, BrokerReport]]:
-    """Return what each broker that is there says of itself."""
+    """Return the report of each broker that is present."""
     found = yield from consul.watch(keys.brokers, 0, 0)
     reports = {entry.key.removeprefix(keys.brokers): BrokerReport.decode(entry.value) for entry in found.entries}
     return {broker: report for broker, report in reports.items() if report is not None}
 
 
 def read_states(keys: Keys) -> Steps[dict[str, str]]:
-    """Return all states of the fleet, as one Txn has them: key → value."""
+    """Return all states of the fleet, read in one Txn: key → value."""
     entries = yield from consul.txn([KvOperation("get-tree", keys.root + kind) for kind in KINDS])
     return {entry.key.removeprefix(keys.root): entry.value.decode(errors="replace") for entry in entries}
 
 
 def read_results(keys: Keys) -> Steps[dict[str, dict[str, CommandResult]]]:
-    """Return broker → type of command → its last result there, as far as results are still kept."""
+    """Return broker → type of command → its last result there, of the results that are still kept."""
     found = yield from consul.watch(keys.results, 0, 0)
     last: dict[str, dict[str, CommandResult]] = {}
     for entry in found.entries:

@@ -2,11 +2,11 @@
 
     follow(queue, handler, stop)      # handler(item): a Snapshot or a Message; an exception: it could not be processed
 
-Invariant   An item is marked only after `handler` has returned for it, and handed out again until it has.
-            No item is handed out before the one ahead of it was processed.
-Crash       As in subscriber.py: what was processed and not marked is handed out again, by whoever follows next.
-Memory      What one watch brings: all messages of the queue (publisher.py).
-Not covered A handler that never returns: nothing more is received, and the place in Consul is kept.
+Invariant   An item is marked only after `handler` has returned for it. Until then it is handed out again.
+            No item is handed out before the item ahead of it was processed.
+Crash       As in subscriber.py: items that were processed but not marked are handed out again to the next follower.
+Memory      The entries of one watch: all messages of the queue (publisher.py).
+Not covered A handler that never returns: no more items are received, and the place in Consul is kept.
 """
 
 import threading
@@ -21,14 +21,14 @@ from kmq.cluster.queue import MARK_S, WAIT_S, BroadcastQueue, Heart, who_we_are
 from kmq.cluster.subscriber import Displaced, Item, Snapshot, Subscriber
 from kmq.errors import BusyError, Stopped
 
-FIRST_WAIT_S = 0.5  # after the first failure; each further one doubles it
+FIRST_WAIT_S = 0.5  # after the first failure; each further failure doubles it
 LONGEST_WAIT_S = 30.0  # between two attempts to process an item
 LONGEST_LOST_S = 5.0  # between two attempts to reach Consul
-_LOOK_S = 0.5  # so long a stop, or a lost session, may go unnoticed while nothing comes
+_LOOK_S = 0.5  # while nothing comes, a stop or a lost session is noticed after at most so long
 
 
 class Condition(NamedTuple):
-    """How it goes. `lost`: why we hold no place in Consul now; `failing`: why an item cannot be processed; "": well."""
+    """Problems now. `lost`: why we hold no place in Consul; `failing`: why an item cannot be processed; "": none."""
 
     lost: str = ""
     failing: str = ""
@@ -42,15 +42,15 @@ def follow(
     start: int | None = None,
     given: Sequence[KvEntry] | None = None,
 ) -> None:
-    """Give each item to `handler`, in order, until `stop` is set. Then mark what was processed, and give the place back.
+    """Give each item to `handler`, in order, until `stop` is set. Then mark the processed items, and leave the place.
 
     If `handler` raises an Exception, the item is handed out again after a pause; others see the reason in the status.
-    If it raises one while `stop` is set, the item just counts as not processed. `on_change` is called once per change,
-    in this thread. `start`: begin with this epoch. `given`: all entries under `bq/`, as read just now; return when all
-    that is there was processed.
+    If it raises one while `stop` is set, the item only counts as not processed. `on_change` is called once per change,
+    in this thread. `start`: begin with this epoch. `given`: all entries under `bq/`, as read just now; then return once
+    all messages that are there were processed.
 
     Raises BusyError if another process is the subscriber of this node, ConfigError, and ConsulError if Consul refuses
-    us from the beginning. Later, and while Consul does not answer, it is asked again until it does.
+    the first requests. Later refusals, and a Consul that does not answer, are retried until Consul answers.
     """
     _Following(queue, handler, stop, on_change, start, given).run()
 
@@ -80,7 +80,7 @@ class _Following:
                     return
             except Stopped:
                 return
-            except BusyError as error:  # a session of our own may not have ended yet, if its agent is not there
+            except BusyError as error:  # our own old session may not have ended yet, because its Consul agent is away
                 if not self._had_place or not str(error).endswith(f" {who_we_are()}"):
                     raise
                 self._wait_for_consul(error)
@@ -107,7 +107,7 @@ class _Following:
         while not self._stop.is_set():
             try:
                 items = self._next(subscriber, heart)
-            except ValueError as error:  # what lies there is no message
+            except ValueError as error:  # the next entry is not a message
                 self._fail(subscriber, str(error))
                 continue
             self._change(lost="")

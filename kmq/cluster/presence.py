@@ -1,11 +1,13 @@
-"""The keys of a cluster, and that a process is alive, as Consul sees it: a check that is beaten, its session, its locks.
+"""The keys of a cluster, and the presence of a process in Consul: a check that needs heartbeats, a session, its locks.
 
-Invariant   A process that has not beaten for `ttl_s` loses its session and all its locks. Another process gets them
-            after LOCK_DELAY_S more. What the first one still sends under that session changes nothing, because every
-            Txn of a publisher or subscriber begins with the check that its session holds the lock.
-            What `Lock.around` returns changes nothing unless nobody else holds the lock when it is carried out.
+Example: `Keys("dev").epoch` is `kmq/dev/epoch`. A Presence that misses its heartbeats loses `kmq/dev/coordinator`.
+
+Invariant   A process without a heartbeat for `ttl_s` loses its session and all its locks. Another process gets them
+            LOCK_DELAY_S later. Later requests under the old session change nothing, because every Txn of a publisher
+            or subscriber begins with the check that its session holds the lock.
+            A Txn made by `Lock.around` changes nothing if another process holds the lock when it is carried out.
 Crash       A holder that is killed loses the lock with its session.
-Not covered The check lives in the agent that was asked. If that agent ends, the session ends too.
+Not covered The check lives in the Consul agent that was asked. If that agent ends, the session ends too.
 """
 
 import re
@@ -18,11 +20,11 @@ from kmq.cluster.consul import Conflict, ConsulError, KvEntry, KvOperation, Paus
 from kmq.errors import BusyError, ConfigError
 
 # --- keys ------------------------------------------------------------------------------------------------------------
-# And the text that most of their values are.
+# And the text format of most of their values.
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # of a cluster, of a broker
 _EPOCH = re.compile(r"[0-9]{1,18}")  # 64 bits hold it
-STATES = ("topics/", "tokens/", "settings/")  # what a message leads to, and a snapshot holds
+STATES = ("topics/", "tokens/", "settings/")  # keys that messages set, and that a snapshot holds
 
 
 class Keys:
@@ -45,28 +47,28 @@ class Keys:
         return f"{self.messages}{epoch}"
 
     def epoch_of(self, key: str) -> int | None:
-        """Return which message a key under `messages` holds; None if it is no key of KMQ's."""
+        """Return the epoch of the message in a key under `messages`; None if it is not a key of KMQ."""
         number = key.removeprefix(self.messages)
         return int(number) if _EPOCH.fullmatch(number) else None
 
     def decode_epoch(self, value: bytes) -> int:
-        """Return what the key `epoch` holds. Raises ConsulError if KMQ has not written it."""
+        """Return the epoch in a value of the key `epoch`. Raises ConsulError if KMQ did not write it."""
         text = value.decode(errors="replace")
         if not _EPOCH.fullmatch(text):
             raise ConsulError(f"key {self.epoch}: {text[:40]!r} is no epoch; KMQ did not write it")
         return int(text)
 
     def delivered_to(self, broker: str) -> str:
-        """Return the key of the last message that this broker has processed."""
+        """Return the key of this broker's mark: the last message that it has processed."""
         return self.delivered + broker
 
     def subscriber(self, broker: str) -> str:
-        """Return the key that the one subscriber of this broker has locked."""
+        """Return the key that the one subscriber of this broker locks."""
         return self.subscribers + broker
 
 
 def check_broker(name: str) -> str:
-    """Return the name of a broker. Raises ConfigError if it is none."""
+    """Return the name of a broker. Raises ConfigError if it is invalid."""
     if not NAME.fullmatch(name):
         raise ConfigError(f"KMQ_BROKER={name!r}: must match {NAME.pattern}")
     return name
@@ -81,44 +83,44 @@ def encode_fields(**fields: object) -> bytes:
 
 
 def decode_fields(text: bytes) -> dict[str, str]:
-    """Return the fields of such a text; what is none is passed over."""
+    """Return the fields of such a text. Skip words that are not fields."""
     return dict(_FIELD.findall(text.decode(errors="replace")))
 
 
 # --- presence --------------------------------------------------------------------------------------------------------
 
-_SYNC_TRIES, _SYNC_S = 100, 0.05  # until Consul's servers know of a check that the agent has just been told of
+_SYNC_TRIES, _SYNC_S = 100, 0.05  # until Consul's servers know a check that was just registered at the agent
 
 
 class SessionLost(ConsulError):
-    """The session has ended: this process was taken for dead, and holds no lock any more."""
+    """The session has ended: Consul took this process for dead, and the process has lost its locks."""
 
 
 class Presence:
-    """One session. Call `beat` at least every third of `ttl_s`, from wherever there is time for it."""
+    """One session. Call `beat` at least every third of `ttl_s`."""
 
     def __init__(self, ttl_s: float, keeps_keys: bool = False) -> None:
-        """`keeps_keys`: what it has locked stays when it ends, without a lock."""
+        """`keeps_keys`: locked keys stay, unlocked, when the session ends. Else they are deleted."""
         self.ttl_s, self._keeps_keys = ttl_s, keeps_keys
         self.session = ""  # "": none
-        self._beaten = time.monotonic()  # when the last beat that was answered was sent
+        self.beaten = time.monotonic()  # send time of the last beat that was answered
 
     def open(self) -> Steps[None]:
         """Begin a session."""
-        self._name, self._beaten = f"kmq-{uuid.uuid4()}", time.monotonic()
+        self._name, self.beaten = f"kmq-{uuid.uuid4()}", time.monotonic()
         yield from consul.register(self._name, self.ttl_s)
         for left in reversed(range(_SYNC_TRIES)):
             try:
                 self.session = yield from consul.create_session(self._name, self._keeps_keys)
                 return
-            except Unanswered as error:  # "Missing check …": the servers do not know it yet
+            except Unanswered as error:  # "Missing check …": the servers do not know the check yet
                 if not left or "check" not in str(error):
                     raise
             yield Pause(_SYNC_S)
             yield from consul.beat(self._name)
 
     def beat(self) -> Steps[None]:
-        """Stay alive. Raises SessionLost if the session has ended, or the agent does not know of us any more."""
+        """Send a heartbeat. Raises SessionLost if the session has ended, or the agent no longer knows our check."""
         sent = time.monotonic()
         try:
             yield from consul.beat(self._name)
@@ -127,11 +129,11 @@ class Presence:
                 raise SessionLost(f"this Consul agent does not know the check of our session: {error}") from error
             raise
         yield from self.check_if_late()
-        self._beaten = sent  # Consul's clock begins when a beat arrives: not before it was sent
+        self.beaten = sent  # Consul counts from the arrival of a beat, which is not before its sending
 
     def check_if_late(self) -> Steps[None]:
-        """Look for the session, as `check` does, if we have not beaten in time."""
-        if time.monotonic() - self._beaten > self.ttl_s:
+        """Call `check` if the last heartbeat was not in time."""
+        if time.monotonic() - self.beaten > self.ttl_s:
             yield from self.check()
 
     def check(self) -> Steps[None]:
@@ -144,16 +146,16 @@ class Presence:
         return (yield from consul.has_session(self.session))
 
     def close(self) -> Steps[None]:
-        """End the session, and take the check away."""
+        """End the session, and remove its check."""
         session, self.session = self.session, ""
         if session:
             yield from consul.destroy_session(session)
             yield from consul.deregister(self._name)
 
     def lock(self, key: str, value: bytes) -> Steps[KvEntry | None]:
-        """Take a lock, or write a new value into one that we hold. Returns None, or the entry of whoever holds it.
+        """Take a lock, or write a new value into a lock that we hold. Return None, or the entry of the present holder.
 
-        An entry without session: nobody does, but the lock of a lost session is not given out again at once. Raises
+        An entry without session: the lock is free, but Consul delays it because its last session was lost. Raises
         SessionLost.
         """
         try:
@@ -163,7 +165,7 @@ class Presence:
             return (yield from self.holder(key))
 
     def holder(self, key: str) -> Steps[KvEntry | None]:
-        """Return who kept us from a lock, as `lock` does."""
+        """Return the entry of the holder that keeps us from a lock, as `lock` does."""
         holder = yield from consul.read(key)
         if holder is not None and holder.session:
             return None if holder.session == self.session else holder
@@ -171,7 +173,7 @@ class Presence:
         return KvEntry(key, b"", 0, "")
 
     def unlock(self, key: str) -> Steps[None]:
-        """Give a lock back; nothing happens if it is not ours any more."""
+        """Give a lock back. Do nothing if we have lost it."""
         try:
             yield from consul.txn([KvOperation("unlock", key, session=self.session)])
         except Conflict:
@@ -179,22 +181,22 @@ class Presence:
 
 
 def holder_of(entry: KvEntry) -> str:
-    """Return who holds a lock, as it has said itself."""
+    """Return the name that the holder of a lock gave itself."""
     return decode_fields(entry.value).get("holder", "") or f"session {entry.session}"
 
 
 # --- lock ------------------------------------------------------------------------------------------------------------
 # The publisher's: held for a while, or taken and given back within one Txn.
 
-GUARDS = 2  # operations that `around` adds at most; the first of them is the first of all
+GUARDS = 2  # most operations that `around` adds; one of them is always the first of the Txn
 
-_WATCH_S = 1.0  # while another holds the lock: a watch of it ends at the latest after this time
-_POLL_S = 0.1  # while nobody holds it, and it is not given out yet
-_RETRY_S = 0.05  # between two questions while there is no answer
+_WATCH_S = 1.0  # longest watch of a lock that another process holds
+_POLL_S = 0.1  # between two attempts while the lock is free but delayed
+_RETRY_S = 0.05  # between two attempts while Consul does not answer
 
 
 class Lock:
-    """One lock, and whether we hold it. `who`: what others are told of its holder."""
+    """One lock, and whether we hold it. `who`: our name as holder, which others see."""
 
     def __init__(self, key: str, presence: Presence, who: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.key, self._presence, self._who, self._clock = key, presence, who, clock
@@ -206,7 +208,7 @@ class Lock:
         return self._presence.ttl_s
 
     def around(self, operations: Sequence[KvOperation]) -> list[KvOperation]:
-        """Return a Txn that is refused at its first operation if another has the lock."""
+        """Return a Txn that is refused at its first operation if another process has the lock."""
         session = self._presence.session
         if self.is_held:
             return [check_session(self.key, session), *operations]
@@ -214,12 +216,12 @@ class Lock:
         return [taken, *operations, KvOperation("unlock", self.key, session=session)]
 
     def take(self, timeout_s: float) -> Steps[None]:
-        """Take the lock, waiting at most so long. Raises BusyError that names who holds it."""
+        """Take the lock, waiting at most so long. Raises BusyError that names the holder."""
         until = self._clock() + timeout_s
         while True:
             try:
                 holder = yield from self._presence.lock(self.key, self._value())
-            except Unanswered:  # while Consul elects a leader; to take a lock twice is to take it once
+            except Unanswered:  # Consul elects a leader; a lock may be taken twice without harm
                 if self._clock() >= until:
                     raise
                 yield Pause(_RETRY_S)
@@ -230,7 +232,7 @@ class Lock:
             yield from self._wait(holder, until)
 
     def wait(self, until: float) -> Steps[None]:
-        """Return when another may have given the lock back. Raises BusyError after `until`, and SessionLost."""
+        """Wait until the lock may be free. Raises BusyError after `until`, and SessionLost."""
         holder = yield from self._presence.holder(self.key)
         if holder is not None:
             yield from self._wait(holder, until)

@@ -1,22 +1,26 @@
 """Publishing: each message gets the next epoch, in one Txn that is refused while another publisher has the lock.
 
-Invariant   Epochs are dense, and each names one message for ever. A message is there if and only if `publish` has
-            returned its epoch, or its publisher was killed, or was told that nobody knows.
-            What a message says and the state keys that it changes are written together or not at all.
-            A message that a registered broker has not processed is never deleted, unless that broker has been away for
-            ABSENT_S, or has marked a message that Consul has lost by being restored: it sees that, and a snapshot
-            follows. The last message that all have processed is never deleted, because by its id a broker sees
-            whether the messages are still those that it knows (a restored Consul may have others).
-            The mark of a broker that has been away for GONE_S is deleted, unless it marks meanwhile. If it comes back,
-            it is new: a snapshot comes first.
-Crash       Killed before the Txn: nothing happened. Killed after it: the message is published, and nobody has been told.
-            The answer was lost: the message's id under that epoch tells. The same Txn may still arrive later, but it
-            cannot succeed once the epoch has changed, and until then a second one with the same message is the same.
-            Consul was restored before that was asked: nobody knows, because the same id under the same epoch must not
-            stand for two histories.
+Example: if `kmq/dev/epoch` is 41, `publish(Message.new("greeting", b"hello"))` sets it to 42, writes the message to
+`kmq/dev/bq/42` and returns 42.
+
+Invariant   Epochs are dense, and each names one message for ever. A message whose epoch `publish` has returned is
+            published. After Unanswered, or if the publisher was killed, it may be. After other errors it is not.
+            A message and the state keys that it changes are written together or not at all.
+            A message that a registered broker has not processed is never deleted, except in two cases. The broker has
+            been away for ABSENT_S; or it has marked a message that a restored Consul has lost. It notices, and gets a
+            snapshot. The last message that all have processed is never deleted, because by its id a broker checks
+            that the messages are still the ones it knows (a restored Consul may have others).
+            The mark of a broker that has been away for GONE_S is deleted, unless it marks meanwhile. If that broker
+            returns, it is new and gets a snapshot first.
+Crash       Killed before the Txn: nothing happened. Killed after it: the message is published, and no caller knows it.
+            The answer was lost: the id of the message under that epoch shows whether it was published. The same Txn may
+            still arrive later. It cannot succeed once the epoch has changed, and before that it does the same as a
+            second Txn with the same message.
+            Consul was restored before the id was read: the outcome is unknown, because the same id under the same epoch
+            must not stand for two histories.
             Deposed while the Txn was on its way: refused by the check of the session.
-Memory      Every watch brings all messages, so what all brokers have read is kept to KEPT messages and KEPT_BYTES: for
-            people to look at, and for subscribers that read again.
+Memory      Every watch brings all messages. So of the messages that all brokers have read only KEPT messages and
+            KEPT_BYTES stay: for people to look at, and for subscribers that read again.
 """
 
 import math
@@ -49,14 +53,14 @@ from kmq.errors import BusyError, ConfigError
 #
 # Times are seconds since the epoch of Unix, with six decimals.
 
-MAX_BYTES = 380_000  # with the header, and the state keys that are changed with it: as base64 it fits into a Txn
+MAX_BYTES = 380_000  # with the header and the changed state keys; as base64 that fits into a Txn
 TYPE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
-SNAPSHOT = "snapshot"  # what stands for the type where a snapshot is shown: no message has it
+SNAPSHOT = "snapshot"  # shown as the type of a snapshot; no message has this type
 
 
 class Message(NamedTuple):
-    """What every subscriber gets. `epoch` is 0 until it is published."""
+    """A message, as every subscriber gets it. `epoch` is 0 until it is published."""
 
     type: str
     payload: bytes
@@ -67,7 +71,7 @@ class Message(NamedTuple):
 
     @classmethod
     def new(cls, type: str, payload: bytes, lasts_s: float = 0.0) -> "Message":
-        """Return a message made now. Raises ConfigError if the type is none."""
+        """Return a message made now. Raises ConfigError if the type is invalid."""
         if not TYPE.fullmatch(type):
             raise ConfigError(f"type {type!r}: must match {TYPE.pattern}")
         if type == SNAPSHOT:
@@ -82,7 +86,7 @@ class Message(NamedTuple):
 
     @classmethod
     def decode(cls, value: bytes, epoch: int) -> "Message":
-        """Return the message of a key. Raises ValueError that names the epoch if it is none."""
+        """Return the message in the value of a key. Raises ValueError that names the epoch if it is not a message."""
         header, newline, payload = value.partition(b"\n")
         fields = decode_fields(header)
         try:
@@ -106,7 +110,7 @@ def check_size(message: Message, states: dict[str, bytes]) -> None:
 
 
 # --- trimming --------------------------------------------------------------------------------------------------------
-# Deleted are the messages that every subscriber has read, except the last few.
+# Deletes the messages that every subscriber has read, except the last few.
 
 KEPT = 100
 KEPT_BYTES = 256 * KIB
@@ -115,7 +119,7 @@ GONE_S = 30 * 86_400.0
 
 
 class Mark(NamedTuple):
-    """How far a broker is: the last message it has processed, its id, and when it said so (seconds)."""
+    """Mark of a broker: the epoch and id of the last message that it has processed, and when it marked (seconds)."""
 
     epoch: int
     id: str
@@ -126,7 +130,7 @@ class Mark(NamedTuple):
 
     @classmethod
     def decode(cls, value: bytes) -> "Mark":
-        """Return the mark; that of nothing if the text is none."""
+        """Return the mark; NO_MARK if the text is not a valid mark."""
         fields = decode_fields(value)
         try:
             epoch, ts = int(fields["epoch"]), float(fields["ts"])
@@ -139,9 +143,9 @@ NO_MARK = Mark(0, "", 0.0)
 
 
 def slowest(keys: Keys, now: float) -> Steps[tuple[int | None, list[KvEntry]]]:
-    """Return the last message that all registered brokers have processed, and the marks of those that are gone.
+    """Return the last message that all registered brokers have processed, and the marks of brokers that are gone.
 
-    None if there are no brokers. A clock that was ahead when it marked makes a broker absent as well, in time.
+    None if there are no brokers. A mark with a time far in the future counts as old, too: its clock was wrong.
     """
     marks = yield from consul.watch(keys.delivered, 0, 0)
     present = yield from consul.watch(keys.subscribers, 0, 0)
@@ -157,7 +161,7 @@ def slowest(keys: Keys, now: float) -> Steps[tuple[int | None, list[KvEntry]]]:
 
 
 def superfluous(sizes: dict[int, int], read_by_all: int) -> list[int]:
-    """Return which of these messages may go, given their sizes in bytes; the oldest first."""
+    """Return which of these messages may be deleted, given their sizes in bytes; the oldest first."""
     read = sorted(epoch for epoch in sizes if epoch <= read_by_all)
     kept_bytes = 0
     for kept, epoch in enumerate(reversed(read)):
@@ -168,15 +172,15 @@ def superfluous(sizes: dict[int, int], read_by_all: int) -> list[int]:
 
 
 def trim(keys: Keys, lock: Lock) -> Steps[None]:
-    """Delete what is not needed any more. `lock`: the publisher's.
+    """Delete messages and marks that are not needed any more. `lock`: the publisher's.
 
-    Raises Conflict, and deletes nothing more, once the epoch has been written again: what was read may be from before
-    Consul was restored. Whoever publishes next trims.
+    Once the epoch has been written again, delete nothing more and raise Conflict: the marks that were read may be from
+    before a restore of Consul. The next publisher trims.
     """
     last = yield from consul.read(keys.epoch)
     if last is None:
         return
-    newest = keys.decode_epoch(last.value)  # a key above it is no message of KMQ's
+    newest = keys.decode_epoch(last.value)  # a key above it is not a message of KMQ
     guard = KvOperation("check-index", keys.epoch, version=last.version)
     read_by_all, left = yield from slowest(keys, time.time())
     there = (yield from consul.watch(keys.messages, 0, 0)).entries
@@ -194,8 +198,8 @@ def trim(keys: Keys, lock: Lock) -> Steps[None]:
 
 # --- publisher -------------------------------------------------------------------------------------------------------
 
-_RETRY_S = 0.05  # between two questions after an unknown outcome
-TRIM_EVERY = 16  # messages: so often what all have read is deleted
+_RETRY_S = 0.05  # between two reads after an unknown outcome
+TRIM_EVERY = 16  # messages from one trimming to the next
 
 
 class Deposed(ConsulError):
@@ -203,7 +207,7 @@ class Deposed(ConsulError):
 
 
 class StateChanged(ConsulError):
-    """A state key was written by somebody else since it was read: decide anew. `key` names it."""
+    """Another publisher has written the state key `key` since it was read. Compute the new value again."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"{key} has changed since it was read")
@@ -211,7 +215,7 @@ class StateChanged(ConsulError):
 
 
 class KeyChange(NamedTuple):
-    """A state key that a message changes; `version`: of the entry as it was read, 0: there was none."""
+    """A state key that a message changes. `version`: of the entry when it was read; 0: there was no entry."""
 
     key: str
     value: bytes
@@ -219,7 +223,7 @@ class KeyChange(NamedTuple):
 
 
 class Publisher:
-    """Publishes, under a lock that is held (`lock.take`) or else is taken and given back with each message."""
+    """Publishes under a lock that is held (`lock.take`), or else taken and given back with each message."""
 
     def __init__(self, keys: Keys, lock: Lock, clock: Callable[[], float] = time.monotonic) -> None:
         self.lock = lock
@@ -229,12 +233,12 @@ class Publisher:
         self._last: tuple[int, int] | None = None  # epoch and version of its key after our last message
 
     def publish(self, message: Message, changes: Sequence[KeyChange] = (), timeout_s: float = 0.0) -> Steps[int]:
-        """Publish a message, and change these state keys with it. Returns its epoch.
+        """Publish a message, and change these state keys with it. Return its epoch.
 
-        While another publisher holds the lock it waits, at most `timeout_s`. Raises Unanswered if nobody knows whether
-        the message was published. After any other error it was not, and never will be: BusyError that names who holds
-        the lock, Deposed if we held it, StateChanged, ConfigError if the message is too long, and ConsulError for what
-        Consul refuses.
+        While another publisher holds the lock, wait at most `timeout_s`. Raises Unanswered if it is unknown whether the
+        message was published. After any other error it was not, and never will be: BusyError names the holder of the
+        lock; Deposed: we have lost the lock; StateChanged; ConfigError: the message is too long; ConsulError: Consul
+        refused.
         """
         check_size(message, {change.key: change.value for change in changes})
         self._tried = 0
@@ -250,7 +254,7 @@ class Publisher:
             try:
                 yield from trim(self._keys, self.lock)
             except ConsulError:
-                pass  # the message is published; who publishes after us trims
+                pass  # the message is published; the next publisher trims
         return epoch
 
     def _until_known(self, message: Message, changes: Sequence[KeyChange], until: float) -> Steps[int]:
@@ -289,7 +293,7 @@ class Publisher:
         )
 
     def _judge(self, conflict: Conflict, changes: Sequence[KeyChange]) -> None:
-        """Return if another message was first, or the lock is to be waited for; else raise what the conflict means."""
+        """Return if another message was first, or if the lock is taken; else raise what the conflict means."""
         if conflict.op_index == 0:
             if self.lock.is_held:
                 raise Deposed(f"the lock {self.lock.key} is not ours any more: {conflict}") from conflict
@@ -299,7 +303,7 @@ class Publisher:
             raise conflict
 
     def _is_published(self, message: Message) -> Steps[bool]:
-        """Return True if this message lies under the epoch that was tried. Raises Unanswered if that was trimmed."""
+        """Return True if this message is under the epoch that was tried. Raises Unanswered if that was trimmed."""
         if not self._tried:
             return False
         last, version = yield from self._read_epoch()
@@ -316,7 +320,7 @@ class Publisher:
         return Unanswered(f"nobody knows whether message {message.id} was published as epoch {self._tried}: {why}")
 
     def _read_again(self, key: str) -> Steps[consul.KvEntry | None]:
-        """Read until there is an answer. The lock's session bounds how long that makes sense."""
+        """Read until there is an answer, for at most ten times `ttl_s` of the lock."""
         until = self._clock() + 10 * self.lock.ttl_s
         while True:
             try:

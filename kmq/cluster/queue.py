@@ -10,12 +10,12 @@
         async for item in queue.receive():
             print(item)
 
-Promise     An item is marked only after the loop has come back for the next one. If the loop ends with an error, or the
-            process is killed, the item is received again. An asyncio `publish` that was cancelled may have published.
-Threads     `BroadcastQueue` is an asyncio queue in an event loop of its own, in a thread that the first call begins. The
-            session in Consul stays alive there, whatever the processing of an item takes. Any thread may call.
-Loop        Use an asyncio queue only in the event loop that entered it. A task of its own keeps the session alive, so
-            nothing may hold the loop for longer than a third of KMQ_SESSION_TTL.
+Promise     An item is marked only after the caller's loop has asked for the next one. If the loop ends with an error,
+            or the process is killed, the item is received again. A cancelled asyncio `publish` may have published.
+Threads     `BroadcastQueue` runs an asyncio queue in an event loop in a thread of its own, which the first call starts.
+            The session in Consul stays alive there, however long an item takes to process. Any thread may call.
+Loop        Use an asyncio queue only in the event loop that entered it. A task in that loop keeps the session alive, so
+            no code may block the loop for longer than a third of KMQ_SESSION_TTL.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ from kmq.cluster.subscriber import Item, Status, Subscriber, read_status
 from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError, Stopped
 
-MARK_S = 0.1  # at most so long after its processing a message is marked, while others are processed
-WAIT_S = 10.0  # longest watch: after it a lost connection is noticed
+MARK_S = 0.1  # longest time from processing a message to marking it, while further messages are processed
+WAIT_S = 10.0  # longest watch; at its end a lost connection is noticed
 BEATS = 3  # within the life of a session
 
 
 class Place(NamedTuple):
-    """Which queue, and as whom."""
+    """A queue (Consul, cluster), and the broker that takes part in it."""
 
     address: ConsulAddress
     cluster: str
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, settings: Settings) -> "Place":
-        """Return the place that the settings name. Raises ConfigError that says what is missing."""
+        """Return the place that the settings name. Raises ConfigError that names missing settings."""
         missing = [
             name for name, text in (("KMQ_CONSUL", settings.consul), ("KMQ_CLUSTER", settings.cluster)) if not text
         ]
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 def who_we_are() -> str:
-    """Return what others are told who holds a lock."""
+    """Return our name as the holder of a lock, which others see: `host/pid`."""
     return f"{socket.gethostname()}/{os.getpid()}"
 
 
@@ -81,7 +81,7 @@ class Heart:
 
     @classmethod
     async def open(cls, transport: Transport, ttl_s: float, stop: threading.Event | None = None) -> "Heart":
-        """Begin a session. Raises Stopped if `stop` is set before it is ours."""
+        """Begin a session. Raises Stopped if `stop` is set before that."""
         presence = Presence(ttl_s)
         await transport.run(presence.open(), stop)
         return cls(transport, presence)
@@ -92,9 +92,9 @@ class Heart:
             try:
                 await self._transport.run(self.presence.beat())
             except SessionLost:
-                return  # whoever uses the session finds that out
+                return  # the users of the session notice it themselves
             except ConsulError:
-                pass  # beaten again; if that goes on too long the session is lost
+                pass  # try again; after too many failures the session is lost
 
     @property
     def has_stopped_beating(self) -> bool:
@@ -102,7 +102,7 @@ class Heart:
         return self._task.done()
 
     def start(self, steps: Steps[T]) -> Future[T]:
-        """Begin to carry out steps that need the session. For other threads than the loop's."""
+        """Begin to carry out steps that need the session. Call it from other threads than the loop's."""
         return asyncio.run_coroutine_threadsafe(self._transport.run(steps), self._loop)
 
     async def stop(self) -> None:
@@ -120,8 +120,8 @@ class AsyncBroadcastQueue:
         self.place = place if place is not None else Place.of(load())
         self.keys = Keys(self.place.cluster)
         self._transport = Transport(self.place.address)
-        self.known: Mark | None = None  # what the last subscriber has processed
-        self._session: tuple[Heart, Publisher] | None = None  # in which we publish
+        self.known: Mark | None = None  # the last message that our last subscriber processed
+        self._session: tuple[Heart, Publisher] | None = None  # for publishing
         self._lock = asyncio.Lock()
         self._subscribers: dict[Subscriber, Heart] = {}  # of iterations that have not ended
 
@@ -157,7 +157,7 @@ class AsyncBroadcastQueue:
             raise
 
     async def _give_lock(self, publisher: Publisher, has_failed: bool) -> None:
-        """Give the lock back, if need be with the session: what was published must not be taken for failed."""
+        """Give the lock back; if that fails, end the session. Raise no ConsulError: the message may be published."""
         try:
             try:
                 await self._transport.run(publisher.lock.give())
@@ -169,7 +169,7 @@ class AsyncBroadcastQueue:
             self._lock.release()
 
     async def _in_session(self, act: Callable[[Publisher], Awaitable[T]]) -> T:
-        """Do this in our session. One that ended while nothing was published is replaced by a new one."""
+        """Do this in our session. If an old session has ended since its last use, do it in a new one."""
         is_used = self._session is not None
         try:
             return await act(await self._publisher())
@@ -177,7 +177,7 @@ class AsyncBroadcastQueue:
             await self._end_session()
             if not is_used:
                 raise
-        except (ConsulError, asyncio.CancelledError):  # cancelled: nobody knows what of it was carried out
+        except (ConsulError, asyncio.CancelledError):  # cancelled: it is unknown what was carried out
             await self._end_session()
             raise
         return await self._in_session(act)
@@ -238,17 +238,17 @@ class AsyncBroadcastQueue:
             return  # the queue was closed
         self.known = subscriber.done or self.known
         try:
-            with suppress(ConsulError):  # what is not marked is received again
+            with suppress(ConsulError):  # items that are not marked are received again
                 await self._transport.run(subscriber.close())
         finally:
             await heart.stop()
 
     async def status(self) -> Status:
-        """Return who publishes, the epoch, and how far each node is."""
+        """Return the publisher, the epoch, and the progress of each node."""
         return await self._transport.run(read_status(self.keys))
 
     async def close(self) -> None:
-        """End every iteration that was left early, and the session of the publisher."""
+        """End every abandoned iteration, and the session of the publisher."""
         for subscriber in list(self._subscribers):
             await self._unsubscribe(subscriber)
         async with self._lock:
@@ -268,18 +268,18 @@ class AsyncBroadcastQueue:
 
 
 class LoopThread:
-    """An event loop in a thread of its own. The first coroutine begins it, so that a queue may be made before a fork."""
+    """An event loop in a thread of its own. The first coroutine starts it, so a queue may be made before a fork."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # the garbage collector may come here in between
+        self._lock = threading.RLock()  # reentrant, because the garbage collector may call these methods at any point
         self._has_ended = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]] | None = None) -> T:
-        """Return what the coroutine returns. If this thread is interrupted, it is cancelled, and has ended.
+        """Return the result of the coroutine. If this thread is interrupted, cancel the coroutine and wait for its end.
 
-        `undo` takes back what it had done by then, if it was too late to cancel it.
+        `undo` reverts its result if it had finished before it could be cancelled.
         """
         tasks: list[asyncio.Task[Any]] = []
         done: list[T] = []
@@ -290,7 +290,7 @@ class LoopThread:
             done.append(await coroutine)
             return done[0]
 
-        async def stop() -> None:  # the loop takes both in turn: `work` has begun by now, if it was handed over at all
+        async def stop() -> None:  # the loop runs both in order: if `work` was handed over, it has begun by now
             for task in tasks:
                 task.cancel()
             if tasks:
@@ -298,7 +298,7 @@ class LoopThread:
 
         future: Future[T] | None = None
         try:
-            with self._lock:  # what was begun before the end is cancelled by it
+            with self._lock:  # so that `end` cancels all work begun before it
                 if self._is_gone:
                     coroutine.close()
                     raise RuntimeError("this queue is closed, or belongs to the process that this one was forked from")
@@ -307,7 +307,7 @@ class LoopThread:
         except CancelledError:  # by `end`, in another thread
             raise RuntimeError("this queue is closed") from None
         except BaseException:
-            # Ctrl-C may come before the future is ours, and when nobody waits for it yet.
+            # Ctrl-C may come before `future` is assigned, or before the wait for its result.
             if not self._is_gone and (future is None or not future.done()):
                 self._begin(stop()).result()
             if done and undo is not None:
@@ -324,12 +324,12 @@ class LoopThread:
 
     @property
     def _is_gone(self) -> bool:
-        """Return True after the end, and in a process that was forked from the one with the thread."""
+        """Return True after `end`, and in a process forked from the process that has the thread."""
         with self._lock:
             return self._has_ended or (self._thread is not None and not self._thread.is_alive())
 
     def finish(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run what ends something. The garbage collector may ask for that in the loop's own thread, which cannot wait."""
+        """Run a last coroutine. In the loop's own thread (called by the garbage collector) do not wait for it."""
         if self._is_gone:
             last.close()
         elif threading.current_thread() is self._thread:
@@ -338,14 +338,14 @@ class LoopThread:
             self.run(last)
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run what ends everything, if anything was begun, and then end the thread. What others wait for is cancelled."""
+        """Run a last coroutine if the thread was started, then end the thread. Work of other callers is cancelled."""
 
         async def work() -> None:
             try:
                 await last
             finally:
                 loop = asyncio.get_running_loop()
-                loop.call_soon(loop.stop)  # after what reports the end of this task
+                loop.call_soon(loop.stop)  # after the callbacks that report the end of this task
 
         with self._lock:
             thread, is_gone = self._thread, self._is_gone
@@ -365,7 +365,7 @@ class LoopThread:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Looks names up also while the program ends, when no other thread may begin."""
+    """An event loop that can resolve host names while the program ends, when no new thread may start."""
 
     async def getaddrinfo(self, host: Any, port: Any, **more: Any) -> Any:
         try:
@@ -382,7 +382,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         await asyncio.gather(*left, return_exceptions=True)
 
     loop.run_forever()
-    loop.run_until_complete(end_others())  # else a thread that waits for one of them would wait for ever
+    loop.run_until_complete(end_others())  # else a thread that waits for such a task would wait for ever
     loop.close()
 
 
@@ -393,7 +393,7 @@ class BroadcastQueue:
         """`place`: without it the settings of this directory say (environment, kmq.toml)."""
         self._queue, self._thread = AsyncBroadcastQueue(place), LoopThread()
         self.place, self.keys = self._queue.place, self._queue.keys
-        # At the latest when the program ends, or nobody has the queue any more.
+        # Ends the queue at the latest when the program ends, or when the last reference to the queue is gone.
         self._end = weakref.finalize(self, lambda queue, thread: thread.end(queue.close()), self._queue, self._thread)
 
     def publish(self, type: str, payload: bytes | str = b"", timeout: float = 10.0) -> int:
@@ -408,7 +408,7 @@ class BroadcastQueue:
         return self._thread.run(self._queue.publish_message(message, timeout))
 
     def as_publisher(self, work: Callable[[Publisher], Steps[T]], timeout: float = 10.0) -> T:
-        """Carry out steps while we hold the publisher's lock: nobody else decides anything meanwhile."""
+        """Carry out steps while we hold the publisher's lock, so that no other publisher changes anything meanwhile."""
         has_failed = False
         publisher = self._thread.run(
             self._queue._take_lock(timeout), lambda publisher: self._queue._give_lock(publisher, has_failed=True)
@@ -424,7 +424,7 @@ class BroadcastQueue:
     def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
         """Carry out steps that the modules of this package return. Raises Stopped when `stop` is set.
 
-        The steps are taken in the caller's thread, because they may call back. Their requests are made in the loop's.
+        The steps run in the caller's thread, because they may call back. Their requests are sent in the loop's thread.
         """
         try:
             asked = next(steps)
@@ -453,7 +453,7 @@ class BroadcastQueue:
                 if not items and timeout is not None:
                     return
                 marked_at = time.monotonic()
-                for item in items:  # in the caller's thread: the loop's is asked once for all of them
+                for item in items:  # in the caller's thread: one request to the loop's thread brings all of them
                     yield item
                     subscriber.processed(item)
                     if time.monotonic() - marked_at > MARK_S:
@@ -465,9 +465,9 @@ class BroadcastQueue:
     def subscribed(
         self, start: int | None = None, stop: threading.Event | None = None
     ) -> Iterator[tuple[Subscriber, Heart]]:
-        """Be this node's subscriber. At the end what was processed is marked, as far as Consul answers.
+        """Be this node's subscriber. At the end the processed items are marked, if Consul answers.
 
-        Raises BusyError if this node has a subscriber already, and Stopped if `stop` is set before it is ours.
+        Raises BusyError if this node has a subscriber already, and Stopped if `stop` is set before we are subscriber.
         """
         subscriber, heart = self._thread.run(
             self._queue._subscribe(start, stop), lambda found: self._queue._unsubscribe(found[0])
@@ -475,11 +475,11 @@ class BroadcastQueue:
         try:
             yield subscriber, heart
         finally:
-            if self._end.alive:  # else that was done when the queue was closed
+            if self._end.alive:  # else `close` has done it
                 self._thread.finish(self._queue._unsubscribe(subscriber))
 
     def status(self) -> Status:
-        """Return who publishes, the epoch, and how far each node is."""
+        """Return the publisher, the epoch, and the progress of each node."""
         return self._thread.run(self._queue.status())
 
     def close(self) -> None:

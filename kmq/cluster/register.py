@@ -1,23 +1,23 @@
-"""The register of a shard: one text in Consul that says who leads, and who may be elected next.
+"""The register of a shard: one text in Consul that names the leader, and the replicas that may be elected next.
 
     lineage=<hex> level=2 brokers=a,b,c min_insync=2
     epoch=8 leader=<replica id> isr=<replica id>,<replica id>
     marks=1:9f3c… 2:77ab… … 31:0c1d…
 
 Epoch       rises with every election. In an epoch only its leader numbers messages.
-Version     rises with every write. It is a number and a random mark, because a register that was restored from a backup
-            of Consul counts on from an old number: a mark tells the two histories apart.
-Invariant   A write always goes on from the version that it replaces: the marks of the register before it are its own
-            marks but the last. So a register descends from another one exactly if it holds that one's version.
-            The ISR never becomes smaller than `min_insync` by a write. Where it begins smaller (init, recovery), it
-            never shrinks.
-Level       Which records may be asked for: 1, or 2, also those that say where partitions begin (log/topic_changes.py). The
-            leader raises it once every broker is there and knows the next one. It is never lowered, so an older release
-            cannot come back and pass over what it does not know: it cannot read the register.
-Hold        Without a leader nobody is elected. An operator writes it (kmq cluster recover), and then who leads. Its ISR
-            is the last one that is known.
-Strict      Every text that KMQ writes has one form. `decode` refuses each other text, so nothing that is not understood
-            is passed over.
+Version     rises with every write. It is a number and a random mark. A register that was restored from a backup of
+            Consul continues from an old number; the mark tells the two histories apart.
+Invariant   A write keeps all marks of the version that it replaces and adds one. So a register descends from another
+            register exactly if it holds the other's version.
+            A write never makes the ISR smaller than `min_insync`. If the ISR begins smaller (init, recovery), it never
+            shrinks.
+Level       Which records brokers may ask for. Level 2 also allows records of new start offsets (log/topic_changes.py).
+            The leader raises the level once every broker is present and knows the next level. The level never falls. So
+            an older release cannot return and skip records that it does not know: it cannot read the register.
+Hold        While the register has no leader, no election happens. An operator writes it so (kmq cluster recover), and
+            later names the leader. The ISR stays the last known one.
+Strict      Every text that KMQ writes has exactly one form. `decode` refuses any other text, so no unknown field is
+            ever ignored.
 Memory      At most MARKS versions, about 25 KB.
 """
 
@@ -31,7 +31,7 @@ from kmq.cluster.presence import NAME
 from kmq.errors import ConfigError
 from kmq.message.routing import LEVEL
 
-MARKS = 1000  # versions that are kept: a replica that is further behind is a new one
+MARKS = 1000  # versions that are kept; a replica with an older version counts as new
 SIZES = (1, 3, 5)  # brokers of a shard
 
 _MARK = "[0-9a-f]{16}"
@@ -47,7 +47,7 @@ _LEVEL = re.compile(rb"lineage=[0-9a-f]{32} level=([0-9]{1,9}) ")
 
 
 class UnreadableRegister(ConsulError):
-    """KMQ did not write this register, or a later release did: nothing is done with it."""
+    """KMQ did not write this register, or a later release did. It is not used."""
 
 
 class Version(NamedTuple):
@@ -67,12 +67,12 @@ class Version(NamedTuple):
 
 
 def new_mark() -> str:
-    """Return a random mark of 64 bits: of a version, of a start, or a replica's id."""
+    """Return a random mark of 64 bits, for a version, a start, or the id of a replica."""
     return secrets.token_hex(8)
 
 
 class Register(NamedTuple):
-    """What the register says. `leader`: "" while an operator holds the shard; `marks`: the oldest first."""
+    """Content of the register. `leader`: "" while an operator holds the shard; `marks`: the oldest first."""
 
     lineage: str
     brokers: tuple[str, ...]
@@ -89,11 +89,11 @@ class Register(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The size under which a write never brings the ISR."""
+        """The smallest size to which a write may shrink the ISR."""
         return min(self.min_insync, len(self.isr))
 
     def descends_from(self, version: Version) -> bool:
-        """Return True if this register is, or goes on from, the one with this version."""
+        """Return True if this register has this version, or descends from the register with it."""
         return version in self.marks
 
     def encode(self) -> bytes:
@@ -113,7 +113,7 @@ class Register(NamedTuple):
         return self._written(isr=tuple(sorted(isr)))
 
     def elect(self, leader: str, alive: Collection[str]) -> "Register":
-        """Return the register after an election. Members that are not alive leave as far as `least` allows."""
+        """Return the register after an election. Members that are not alive leave the ISR, as far as `least` allows."""
         if leader not in self.isr:
             raise ValueError(f"leader={leader}: must be of the ISR {','.join(self.isr)}")
         living = [member for member in self.isr if member in alive or member == leader]
@@ -122,17 +122,17 @@ class Register(NamedTuple):
         return self._written(epoch=self.epoch + 1, leader=leader, isr=tuple(sorted(isr)))
 
     def raised(self, level: int) -> "Register":
-        """Return the register after its leader has found that every broker knows this level."""
+        """Return the register with this level, which every broker knows."""
         if level <= self.level:
             raise ValueError(f"level={level}: must be more than {self.level}, because it is never lowered")
         return self._written(level=level)
 
     def hold(self) -> "Register":
-        """Return the register after an operator has taken the leader away."""
+        """Return the register without a leader, as an operator writes it."""
         return self._written(epoch=self.epoch + 1, leader="")
 
     def end_hold(self, leader: str) -> "Register":
-        """Return the register after an operator has chosen who leads, alone in the ISR."""
+        """Return the register with a leader chosen by an operator, alone in the ISR."""
         if self.leader:
             raise ValueError(f"leader={self.leader}: the register is no hold")
         return self._written(epoch=self.epoch + 1, leader=leader, isr=(leader,))
@@ -145,7 +145,7 @@ class Register(NamedTuple):
 def begin(
     lineage: str, brokers: Sequence[str], min_insync: int | None, leader: str, epoch: int = 1, level: int = LEVEL
 ) -> Register:
-    """Return the first register of a shard, with `leader` alone in the ISR. Raises ConfigError that names the limit."""
+    """Return the first register of a shard: `leader` is alone in the ISR. Raises ConfigError that names the limit."""
     brokers = tuple(brokers)
     least = check_size(brokers, min_insync)
     return Register(lineage, brokers, least, epoch, leader, (leader,), (Version(1, new_mark()),), level)

@@ -1,19 +1,22 @@
-"""Receiving: every message once or again, in order, and none is marked before it was processed.
+"""Receiving: every message at least once, in order; a message is marked only after it was processed.
 
-A subscriber remembers the last message it has processed (`done`), in Consul under `bq-delivered/<broker>`. It reads all
-messages, drops those it has done, and hands out the others. Where messages are missing it hands out a Snapshot instead:
-a message says which state to reach, so to skip to that state is the same as to process the messages one by one.
+A subscriber keeps the last message that it has processed (`done`) in Consul, under `bq-delivered/<broker>`. It reads
+all messages, drops those up to `done`, and hands out the others. If messages are missing it hands out a Snapshot:
+a message names a state to reach, so skipping to that state is the same as processing the messages one by one.
+Example: with `done` 40 and the messages 39…42 in Consul, `fetch` returns the messages 41 and 42.
 
 Invariant   At most one subscriber of a broker marks: the mark is written in a Txn that checks its lock.
-            A mark never names a message that was not processed, or skipped by a snapshot.
+            A mark never names a message unless it was processed or skipped by a snapshot.
 Crash       Killed between processing and marking: the message is handed out again.
-            Consul restored from an older backup: the epoch, or the id under an epoch that we know, tells, and a
-            snapshot follows.
-            A subscriber that others have followed comes back: a snapshot, because it has missed what they processed.
-Not covered A subscriber that is killed, and Consul restored to before what it had processed: no key tells the next
-            process about that, so it goes on from the restored mark without a snapshot.
-            A subscriber that is held up after `fetch` for longer than its session lasts: it processes what it was given
-            while the next one is further. States that both change may be put back, until a newer message changes them.
+            Consul restored from an older backup: the epoch is lower, or a known epoch has another id. A snapshot
+            follows.
+            A subscriber returns after another process was subscriber: a snapshot follows, because it has missed
+            messages that the other one processed.
+Not covered A subscriber is killed, and Consul is restored to a time before its last messages. No key shows that to the
+            next process, so it continues from the restored mark without a snapshot.
+            A subscriber is delayed after `fetch` for longer than its session lasts. It processes its messages while the
+            next subscriber is already further. Both may change a state, and the older value may win until a newer
+            message changes it.
 """
 
 import time
@@ -43,11 +46,11 @@ _REFRESH_S = 3600.0  # an idle subscriber writes its mark again, so that it does
 
 
 class Displaced(ConsulError):
-    """Another process is the subscriber of this broker now. What was processed since the last mark comes to it again."""
+    """Another process is the subscriber of this broker now. It gets the items processed since the last mark again."""
 
 
 class Snapshot(NamedTuple):
-    """All states at one epoch: what the messages up to it have led to. `states`: by key, without `kmq/<cluster>/`."""
+    """All states at one epoch, the result of all messages up to it. `states`: by key, without `kmq/<cluster>/`."""
 
     epoch: int
     states: dict[str, bytes]
@@ -65,21 +68,21 @@ class Subscriber:
     ) -> None:
         self._keys, self._broker, self._presence, self._who, self._clock = keys, broker, presence, who, clock
         self._key = keys.subscriber(broker)
-        self.done: Mark | None = None  # processed; None: nothing yet, so a snapshot comes first
-        self._marked: Mark | None = None  # as Consul has it
-        self._version = 0  # of its key: a mark that arrives late does not undo a newer one
+        self.done: Mark | None = None  # the last item processed; None: nothing yet, so a snapshot comes first
+        self._marked: Mark | None = None  # the mark in Consul
+        self._version = 0  # of the mark's key, so that a mark that arrives late does not undo a newer one
         self.newest = 0  # the last message that we have seen
         self._position = 0  # of the last watch
-        self._handed_out: int | None = None  # the last epoch of what `fetch` has returned
+        self._handed_out: int | None = None  # the last epoch that `fetch` has returned
         self._since, self._error = "", ""
 
     def open(self, start: int | None = None, known: Mark | None = None) -> Steps[None]:
-        """Become the subscriber, and read how far this broker is. `start`: go on with this message instead.
+        """Become the subscriber, and read the mark of this broker. `start`: continue with this message instead.
 
-        `known`: `done` of a Subscriber that this process had before. It counts if Consul's mark is behind it: either it
-        was not marked any more, or Consul was restored, and then a snapshot has to follow. If the mark is another one,
-        another process has gone on meanwhile, and a snapshot follows too.
-        A subscriber that died holds its place for some seconds. Raises BusyError that names who has it after that.
+        `known`: `done` of an earlier Subscriber of this process. It is used if Consul's mark is older: either `known`
+        was not marked in time, or Consul was restored, and then a snapshot has to follow. If the mark differs from
+        `known` otherwise, another process has continued meanwhile, and a snapshot follows too.
+        A subscriber that died holds its place for some seconds. Raises BusyError that names the holder after that.
         """
         self._since = f"{time.time():.6f}"
         until = self._clock() + 2 * self._presence.ttl_s + LOCK_DELAY_S + 1
@@ -106,9 +109,9 @@ class Subscriber:
         return encode_fields(holder=self._who, since=self._since, error=quote(self._error[:_ERROR_CHARS], safe=""))
 
     def report(self, error: str) -> Steps[None]:
-        """Let others see the error of the message that cannot be processed; "": it was processed.
+        """Show others the error of the message that cannot be processed; "": it was processed.
 
-        Raises Displaced: while nothing can be processed nothing is marked either, so nothing else would tell.
+        Raises Displaced. This is the only check meanwhile: while no item can be processed, no mark is written.
         """
         self._error = error
         if (yield from self._presence.lock(self._key, self._value())) is not None:
@@ -117,10 +120,10 @@ class Subscriber:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def fetch(self, wait_s: float) -> Steps[list[Item]]:
-        """Return what is to be processed now, in order; [] if nothing has come within `wait_s`.
+        """Return the items to be processed now, in order; [] if no message has come within `wait_s`.
 
-        What was returned before and is not processed comes again, at once. Raises ValueError if the first of it is no
-        message; what comes before one that is none is returned.
+        Items that were returned before and are not processed are returned again, at once. Raises ValueError if the
+        first entry is not a message. If a later one is not, return the messages before it.
         """
         if self.done is None:
             return (yield from self.choose([]))
@@ -132,13 +135,13 @@ class Subscriber:
         return items
 
     def again(self) -> None:
-        """Let the next `fetch` return at once, also if there is nothing."""
+        """Make the next `fetch` return at once, even with no items."""
         self._position = 0
 
     def choose(self, entries: Sequence[KvEntry]) -> Steps[list[Item]]:
-        """Return what is to be processed, given all entries under `bq/` as they were read just now.
+        """Return the items to be processed, given all entries under `bq/` as they were read just now.
 
-        Raises ValueError, and SessionLost if we were away for so long that another may have our place.
+        Raises ValueError as `fetch` does, and SessionLost if we were away so long that another may have our place.
         """
         items = yield from self._choose(entries)
         if items:
@@ -160,7 +163,7 @@ class Subscriber:
                 if not items:
                     if (yield from self._read_epoch()) >= epoch:
                         raise
-                    self._handed_out = None  # KMQ has written none of this number yet: nothing is left to hand out
+                    self._handed_out = None  # KMQ has not published this epoch yet: nothing is left to hand out
                 break
         if items:
             self.newest = self._handed_out = following[-1][0]
@@ -171,16 +174,16 @@ class Subscriber:
         return self._keys.decode_epoch(found.value) if found is not None else 0
 
     def _following(self, done: Mark, found: dict[int, KvEntry]) -> Steps[list[tuple[int, KvEntry]] | None]:
-        """Return the messages after the last one processed, in order; None if they do not go on from there.
+        """Return the messages after the last one processed, in order; None if they do not continue it without a gap.
 
-        The key `epoch` is asked for only if there is nothing new, or a gap: not for each message.
+        The key `epoch` is read only if no message is new or some are missing, not for each message.
         """
         last, newest = done.epoch, max(found, default=0)
         if newest <= last or any(epoch not in found for epoch in range(last + 1, newest + 1)):
             end = yield from self._read_epoch()
             if end < last:
                 return None  # Consul was restored
-            found = {epoch: entry for epoch, entry in found.items() if epoch <= end}  # KMQ wrote no other
+            found = {epoch: entry for epoch, entry in found.items() if epoch <= end}  # KMQ did not write later ones
             newest = max(found, default=0)
             missing = next((epoch for epoch in range(last + 1, end + 1) if epoch not in found), None)
             if missing is not None and (yield from self._is_gone(missing, newest)):
@@ -191,7 +194,7 @@ class Subscriber:
         return [(epoch, found[epoch]) for epoch in sorted(found) if epoch > last]
 
     def _is_gone(self, epoch: int, newest: int) -> Steps[bool]:
-        """Return True if a message was trimmed, or deleted by hand. If not, it has just come: the next watch has it."""
+        """Return True if a message was trimmed, or deleted by hand. False: it is new, and the next watch brings it."""
         return epoch < newest or (yield from consul.read(self._keys.message(epoch))) is None
 
     def snapshot(self) -> Steps[Snapshot]:
@@ -208,12 +211,12 @@ class Subscriber:
     # --- marks -------------------------------------------------------------------------------------------------------
 
     def processed(self, item: Item) -> None:
-        """Note that this was processed; `mark` tells Consul."""
+        """Note that this item was processed. `mark` writes it to Consul."""
         self.done = Mark(item.epoch, item.id, time.time())
 
     @property
     def is_unmarked(self) -> bool:
-        """Return True if Consul does not know yet how far we are, or should hear of us again."""
+        """Return True if the mark in Consul is not `done`, or is so old that it has to be refreshed."""
         if self.done is None:
             return False
         if self._marked is None or self.done[:2] != self._marked[:2]:
@@ -221,7 +224,7 @@ class Subscriber:
         return time.time() - self.done.ts > _REFRESH_S
 
     def mark(self) -> Steps[None]:
-        """Write down how far we are. Raises Displaced if another subscriber has taken over."""
+        """Write `done` to Consul as our mark. Raises Displaced if another subscriber has taken over."""
         if not self.is_unmarked:
             return
         assert self.done is not None
@@ -247,11 +250,11 @@ class Subscriber:
 
 
 # --- status ----------------------------------------------------------------------------------------------------------
-# How far the queue is, as Consul has it.
+# The progress of the queue and its subscribers, read from Consul.
 
 
 class Node(NamedTuple):
-    """One subscriber. `read`: the last epoch it has processed, of `lag` more it has not. `holder`: "": it is away."""
+    """One subscriber. `read`: the last epoch it has processed; `lag`: later messages; `holder`: "" if it is away."""
 
     broker: str
     read: int

@@ -1,1 +1,1 @@
-"""What an operator sets: settings, files of state, the terminal."""
+"""The settings that an operator gives, the states that a fleet gives, and the output to a terminal."""

@@ -1,8 +1,8 @@
-"""KMQ_INTAKES: ports to which each raw line is a message of one topic.
+"""KMQ_INTAKES: ports on which each raw line becomes a message of one topic.
 
     5140=app 5141=audit:json 5142/udp=net 6514/tls=audit
 
-Between two entries stand blanks or commas. A port without a kind takes lines over TCP, `/tls` over TLS, `/udp` datagrams.
+Blanks or commas separate entries. A port without a kind takes lines over TCP, `/tls` over TLS, `/udp` datagrams.
 `:json` takes lines that are one JSON value each.
 The ports themselves are opened by ingress (kmq/ingress/ports.py).
 """
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     Network = IPv4Network | IPv6Network
 
-MOST = 16  # the stats page has room for the counters of so many
+MOST = 16  # the stats page has counters for so many
 TCP, TLS, UDP = "tcp", "tls", "udp"
 _ENTRY = r"(\d{1,5})(?:/(tcp|tls|udp))?=([^:]*)(?::(.*))?"
 
 
 class IntakePort(namedtuple("IntakePort", ("number", "kind", "topic", "is_json"), defaults=(False,))):
-    """One entry. `is_json`: what is no JSON value becomes a dead letter."""
+    """One entry. `is_json`: a line that is not a JSON value becomes a dead letter."""
 
     __slots__ = ()
     number: int
@@ -76,5 +76,5 @@ def is_among(networks: "tuple[Network, ...]", address: str) -> bool:
     import ipaddress
 
     found = ipaddress.ip_address(address)
-    found = getattr(found, "ipv4_mapped", None) or found  # what comes by IPv4 to a port of `::`
+    found = getattr(found, "ipv4_mapped", None) or found  # an IPv4 peer of a port on `::`
     return any(found in network for network in networks)

@@ -1,7 +1,7 @@
 """Every setting there is, each declared once: name, type, default, limits and help are one line of `Settings`.
 
 The environment wins over `kmq.toml` in the working directory, and that file wins over the default. An unknown `KMQ_*`
-or `RB_*` name is an error: if a typo were ignored, the broker would run with other limits than its owner believes.
+or `RB_*` name is an error: if a typo were ignored, the broker would run with other limits than its operator expects.
 Names that Kubernetes injects for a Service named kmq are the one exception (`service_links`).
 
 The table in docs/settings.md is made from the declarations (`table`).
@@ -279,7 +279,7 @@ class Settings:
         "KMQ_COMPACT",
         "on",
         kind.one_of("on", "off"),
-        "on: topics with cleanup=compact are compacted in the background (gateway); off: by kmq pipeline run compact",
+        "on: topics with cleanup=compact are compacted in the background (gateway); off: only by kmq fleet run compact",
     )
     compact_rate: int = _setting(  # 0: no limit
         "KMQ_COMPACT_RATE",
@@ -339,7 +339,7 @@ class Settings:
     )
 
     texts: dict[str, str]  # each setting as it was given, by its environment name
-    given: set[str]  # attributes of the settings that were given, and do not just have their default
+    given: set[str]  # attributes of the settings that were given: they do not just have their default
     ignored: list[str]  # names that Kubernetes injected (service_links)
     retired: list[str]  # names of RETIRED in the environment
 
@@ -353,7 +353,7 @@ class Settings:
             if row.env not in values:
                 continue
             value = getattr(self, row.attribute)
-            if isinstance(value, int) and value:  # `4 MiB` as a number, which a shell can calculate with
+            if isinstance(value, int) and value:  # `4 MiB` as a number, so that a shell can calculate with it
                 values[row.env] = str(value)
             if row.parse is kind.path:
                 values[row.env] = os.path.abspath(values[row.env])
@@ -368,41 +368,41 @@ class Settings:
 
     @staticmethod
     def has_kafka() -> bool:
-        """Return True if the extra kmq[kafka] is installed, with which the gateway has a door for Kafka's clients."""
+        """Return True if the extra kmq[kafka] is installed: then the gateway has a port for Kafka's clients."""
         from importlib.util import find_spec  # stages do not ask
 
         return find_spec("kio") is not None
 
     @property
     def kafka_number(self) -> int:
-        """Return the port for Kafka's clients, where that door is installed."""
+        """Return the number of the port for Kafka's clients, if that extra is installed."""
         return self.kafka_port if "kafka_port" in self.given else _KAFKA_PORT
 
     @property
     def own_host(self) -> str:
-        """Return where the port for metrics and health listens; "": nowhere. A broker of a shard always has it.
+        """Return the address of the port for metrics and health; "": no port. A broker of a shard always has it.
 
         Its other ports lead to the leader while it follows.
         """
         return self.metrics_host or ("127.0.0.1" if self.shard else "")
 
     def with_shared(self, texts: dict[str, str]) -> "Settings":
-        """Return these settings, with those of SHARED replaced that were not given here. `texts`: by attribute."""
+        """Return these settings with `texts` (by attribute) in place of those of SHARED that were not given here."""
         told = {name: SHARED[name].parse(text) for name, text in texts.items() if name not in self.given}
         return Settings(self.__dict__ | told) if told else self
 
 
 SETTINGS = tuple(row for row in vars(Settings).values() if isinstance(row, Setting))
-# Which texts may hold what nobody else should read (kmq/cli/config.py); a value of any other parser cannot.
+# Parsers whose texts may hold a secret (kmq/cli/config.py); a value of any other parser cannot.
 KINDS: dict[object, str] = {
     kind.path: "path",
     kind.non_empty: "text",
     kind.addresses: "addresses",
     kind.secret: "secret",
 }
-RETIRED = ("SLEEP_SHORT",)  # of the KMQ before this one, whose loops slept; nothing reads them any more
-# What a fleet may set for all its brokers (states.py). "" as the text of one means that this broker was not given it:
-# so the processes of a supervisor know as much as it does.
+RETIRED = ("SLEEP_SHORT",)  # of an older KMQ, whose loops slept; no longer read
+# Settings that a fleet may give all its brokers (states.py). The text "" means that this broker was not given the
+# setting: so the processes of a supervisor know that as well as it does.
 SHARED = {row.attribute: row for row in SETTINGS if row.attribute in ("retention_age", "retention_bytes", "data_quota")}
 
 
@@ -435,7 +435,7 @@ def of_environment(environ: dict[str, str]) -> dict[str, str]:
 
 
 def of_file(path: str) -> dict[str, str]:
-    """Return the settings in a file, also unknown ones, as text by name; none if there is no file."""
+    """Return the settings in a file, also unknown ones, as text by name; {} if there is no file."""
     try:
         with open(path, "rb") as file:
             import tomllib  # only if there is a file: the parser costs a megabyte in every stage
@@ -511,7 +511,7 @@ def _check_shard(settings: Settings) -> None:
 
 
 def _check_intakes(settings: Settings) -> None:
-    """Raise ConfigError for an intake whose port is doubled, that lacks a certificate, or that anybody could send to."""
+    """Raise ConfigError for an intake that lacks a certificate, is open to everybody, or whose port is used twice."""
     ports = {getattr(settings, row.attribute): f"{row.env} too" for row in SETTINGS if row.parse is kind.PORT}
     taken = {(number, False): name for number, name in ports.items()}
     for intake in settings.intakes:
@@ -529,7 +529,7 @@ def _check_intakes(settings: Settings) -> None:
 
 
 def suggest(name: str) -> str:
-    """Return the known name that is most like this one, as the end of a sentence; "" if none is like it."""
+    """Return the known name that is most like this one, as the end of a sentence; "" if no name is similar."""
     import difflib
 
     close = difflib.get_close_matches(name, (row.env for row in SETTINGS), n=1)

@@ -1,4 +1,4 @@
-"""KMQ_DATA/cluster/states: what the fleet has told this broker, for its processes that never speak to Consul.
+"""KMQ_DATA/cluster/states: the states that the fleet set, for the processes of this broker that do not use Consul.
 
     kmq-states 1 cluster=prod epoch=17 id=0f4be2a65d1c4f7e9a31c5b8d2e60f17
     settings/retention_age 30d
@@ -6,13 +6,13 @@
     topics/orders partitions=4 retention_age=30d
 
 File        Line 1: version of the format, name of the cluster, last message that is contained, and its id. Then one
-            line a state: its key in Consul, a blank, its value. A limit or setting whose value is DEFAULT has none from
-            the fleet.
+            line a state: its key in Consul, a blank, its value. Value DEFAULT: the fleet sets no value for this limit
+            or setting.
 Owner       The agent replaces it, whole. Ingress, durability, router and gateway look once a second.
-Invariant   The epoch of the file is never behind the mark in Consul, so a broker without Consul has what it was told.
-            A process that has read the file keeps what was in force when the file goes, or cannot be read any more.
-            One that starts with a file that it cannot read accepts no tokens until the agent has made the file anew.
-            A setting that this broker was given itself always wins over the fleet's.
+Invariant   The epoch of the file is never lower than the mark in Consul, so a broker without Consul has all confirmed
+            states. A process that has read the file keeps its states in force if the file is removed or becomes
+            unreadable. A process that starts with an unreadable file accepts no tokens until the agent has rewritten
+            it. A setting that this broker was given itself always wins over the fleet's.
 Not covered Without KMQ_CLUSTER, or with another one, the file has no effect.
 """
 
@@ -25,7 +25,7 @@ from kmq.files import Watch
 VERSION = 1
 DEFAULT = "default"
 REVOKED = "revoked"
-UNREADABLE = "\ufffd"  # in the place of a value that is not one line of text; a token with it is revoked, too
+UNREADABLE = "\ufffd"  # replaces a value that is not one line of text; a token with it is revoked, too
 TOPICS, TOKENS, SETTINGS = "topics/", "tokens/", "settings/"
 KINDS = (TOPICS, TOKENS, SETTINGS)
 
@@ -36,7 +36,7 @@ class States:
     __slots__ = ("cluster", "epoch", "id", "values")
 
     def __init__(self, cluster: str, epoch: int, values: dict[str, str], id: str = "") -> None:
-        """`id`: of the message of that epoch; "": there is none."""
+        """`id`: of the message of that epoch; "": no message."""
         self.cluster, self.epoch, self.values, self.id = cluster, epoch, values, id
 
     def encode(self) -> bytes:
@@ -74,7 +74,7 @@ def path_of(settings: Settings) -> str:
 
 
 def read(settings: Settings) -> States | None:
-    """Return what the cluster of these settings has told; None: nothing yet. Raises ConfigError if it is unreadable."""
+    """Return the states of these settings' cluster; None: no file yet. Raises ConfigError if it is unreadable."""
     path = path_of(settings)
     if not settings.cluster:
         return None
@@ -89,7 +89,7 @@ def read(settings: Settings) -> States | None:
 
 
 def fault(name: str, value: str) -> str:
-    """Return why a setting of the fleet has no effect here; "" if it has one."""
+    """Return why a setting of the fleet has no effect here; "" if it has an effect."""
     if name not in SHARED:
         return f"unknown setting; this release knows {', '.join(SHARED)}"
     if UNREADABLE in value:
@@ -103,20 +103,20 @@ def fault(name: str, value: str) -> str:
 
 
 class InForce:
-    """The settings and revoked tokens that are in force now. Cheap to ask, and nothing without KMQ_CLUSTER."""
+    """The settings and revoked tokens that are in force now. Cheap to ask; empty without KMQ_CLUSTER."""
 
     def __init__(self, settings: Settings, warn: Callable[..., None] | None = None) -> None:
-        """`warn`: is called with a log event when the file cannot be read; one process of the broker does that."""
+        """`warn`: called with a log event when the file cannot be read; only one process of the broker passes it."""
         self._own, self._warn = settings, warn
         self.settings, self.revoked = settings, frozenset[str]()
-        self.is_unknown = False  # there is a file, but nothing has been read from it yet: any token may be revoked
+        self.is_unknown = False  # the file exists, but was never read: any token may be revoked
         self._has_read = False
         self._watch = Watch(path_of(settings)) if settings.cluster else None
         if self._watch is not None:
             self._read()
 
     def changed(self) -> bool:
-        """Return True if something else is in force since the last call."""
+        """Return True if settings or tokens have changed since the last call."""
         if self._watch is None or not self._watch.changed():
             return False
         before = self.settings, self.revoked

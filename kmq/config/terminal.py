@@ -10,11 +10,12 @@ import select
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TextIO, TypeVar
-
-from rich.console import Console
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from kmq.errors import RetryError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _WIDE = 10_000  # columns, more than any table has
 _T = TypeVar("_T")
@@ -90,7 +91,9 @@ def while_read(items: Iterable[_T]) -> Iterator[_T]:
             return
 
 
-def console() -> Console:
+def console() -> "Console":
     """Return a console as wide as the terminal; in a pipe or a file wide enough for any table."""
+    from rich.console import Console
+
     made = Console()
     return made if made.is_terminal else Console(width=_WIDE)

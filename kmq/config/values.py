@@ -1,4 +1,4 @@
-"""What the text of a setting may be: one parser for each kind of value. A parser raises ValueError with what it expects."""
+"""Parsers for the texts of settings, one for each kind of value. Each raises ValueError that says what it expects."""
 
 import re
 from collections.abc import Callable
@@ -15,6 +15,7 @@ FOREVER = float("inf")  # as an age or a time: no limit
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {unit + b: size for unit, size in (("k", KIB), ("m", MIB), ("g", GIB)) for b in ("", "b", "ib")}
+_BITS = ("Kb", "Mb", "Gb")
 _DURATIONS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -23,6 +24,8 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].lower() not in _UNITS:
         raise ValueError("expected a number of bytes, optionally with KiB, MiB or GiB")
+    if match[2] in _BITS:
+        raise ValueError(f"{match[2]} are bits; write {match[2][0]}iB for bytes")
     return _bounded(int(match[1]) * _UNITS[match[2].lower()])
 
 
@@ -114,7 +117,7 @@ def addresses(text: str) -> str:  # may have a password in a URL
 
 
 def advertised(text: str) -> dict[bool, tuple[str, int]]:
-    """Return the addresses that Kafka's clients are told, by whether they are for TLS."""
+    """Return the addresses that Kafka's clients are told: {is it for TLS: (host, port)}."""
     found: dict[bool, tuple[str, int]] = {}
     for word in text.split(","):
         is_tls = word.strip().startswith("tls=")

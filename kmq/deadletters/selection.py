@@ -1,25 +1,32 @@
-"""Which records a redrive selects: of a queue, or what drop_oldest took; by filters, and without those that stay.
+"""Selection of a redrive: which records of a source it sends, by filters, and which letters must stay.
 
-Source      The records of a queue; or the records that dropped.log names for the ring `durable`, which are in the WAL
-            and in no queue.
-Stays       A letter that has come back `max_replays` times, and a letter whose payload was cut to fit into a line.
-Once        `went_back` reads from the disk which letters have gone back (redrive.py), so that a limit counts only letters
-            that have not, and a dry run says what the replay would do.
+Example: `kmq dlq replay a --filter error=Timeout*` selects the letters of `a.dlq` whose error matches, except those
+that have gone back already.
+
+Source      The records of a queue; or the records that dropped.log names for the ring `durable`. drop_oldest dropped
+            those: they are in the WAL and in no queue.
+Stays       A letter that was sent back `max_replays` times, and a letter whose payload was cut to fit into a line.
+Once        `went_back` reads from the disk which letters have gone back (redrive.py). So a limit counts only letters
+            that have not, and a dry run reports what the replay would do. If the message was deleted after its letter
+            went back, the letter counts as not gone back, and is sent again.
 """
 
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import translate
+from functools import partial
 from typing import Any, NamedTuple
 
 from kmq.deadletters.redrive import BACK, Redriven, RedrivenPartition, back_digest, rewrite
 from kmq.errors import ConfigError
-from kmq.log import dedupe_file, dropped, identity, reader, topic_changes, topics
+from kmq.log import checkpoint, dedupe_file, dropped, identity, reader, topic_changes, topics
 from kmq.log.committed import readable_seq
+from kmq.log.deleted_records import DeletedRecords
 from kmq.message import ids, record
-from kmq.message.letters import DLQ, Letter, is_dead_letters, parse_letter
+from kmq.message.letters import Letter, is_dead_letters, parse_letter
 from kmq.message.message import Message
+from kmq.message.record import DLQ
 from kmq.message.routing import exact, key_behind, resolve
 from kmq.message.text import MAX_REPLAYS
 
@@ -42,7 +49,7 @@ class StoredRecord(NamedTuple):
 
 
 class QueueSource:
-    """What a topic holds when this object is made, partition by partition. Later records are not redriven."""
+    """The records of a topic, partition by partition, up to the end that it has now. Later records are not redriven."""
 
     def __init__(self, data: str, topic: str) -> None:
         if not os.path.isdir(f"{data}/topics/{topic}"):
@@ -53,7 +60,7 @@ class QueueSource:
 
     @property
     def text(self) -> str:
-        """Return the end of a sentence on records of this source."""
+        """Return the end of a sentence about records of this source."""
         return f"of {self.topic}"
 
     def records(self) -> Iterator[StoredRecord]:
@@ -72,7 +79,7 @@ class QueueSource:
 
 
 class Dropped:
-    """The records that drop_oldest dropped before they reached their queues; `topic`: "" means all topics."""
+    """The records that drop_oldest dropped before they reached their queues. `topic`: only those of one; "": all."""
 
     def __init__(self, data: str, topic: str = "") -> None:
         self.data, self.topic = data, topic
@@ -83,7 +90,7 @@ class Dropped:
 
     @property
     def text(self) -> str:
-        """Return the end of a sentence on records of this source."""
+        """Return the end of a sentence about records of this source."""
         return text_of_dropped(self.topic)
 
     def records(self) -> Iterator[StoredRecord]:
@@ -102,12 +109,12 @@ def text_of_dropped(topic: str) -> str:
 
 
 def retired(ranges: Iterable[tuple[int, int]], first: int) -> int:
-    """Return how many records of these seqs retention has deleted from a WAL that begins with `first`."""
+    """Return how many records of these seq ranges retention has deleted from a WAL that begins at `first`."""
     return sum(max(0, min(last + 1, first) - low) for low, last in ranges)
 
 
 def texts_of_lost(never_stored: int, retired: int) -> Iterator[str]:
-    """Yield what is said of dropped records that no redrive brings back."""
+    """Yield the sentences about dropped records that no redrive can send."""
     if never_stored:
         yield f"{never_stored} were dropped by ring framed, before the WAL: gone for good"
     if retired:
@@ -121,7 +128,7 @@ _MOST_NAMED = 100  # letters in one filter `seq=<seq>,<seq>`
 
 
 class Found(NamedTuple):
-    """A record of a dead letter topic. `letter` is None if it says nothing about an origin."""
+    """A record of a dead letter topic. `letter` is None if the record names no origin."""
 
     record: StoredRecord
     message: Message
@@ -129,7 +136,7 @@ class Found(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """A field, or a header, and what its text must match: a glob, or of `seq` one of several."""
+    """A field or header, and the pattern its text must match: a glob, or for `seq` a list of globs."""
 
     field: str
     pattern: re.Pattern[str]
@@ -154,9 +161,9 @@ class Filter(NamedTuple):
         return any(map(self.pattern.match, self._texts(found)))
 
     def _texts(self, found: Found) -> list[str]:
-        """Return what the record says in this field; a header may come several times."""
+        """Return the record's texts for this field. A header may occur several times."""
         message, letter = found.message, found.letter
-        if self.field == "seq":  # never a header of that name: a seq names one letter
+        if self.field == "seq":  # never a header named seq: a seq names one letter
             return [str(message.seq)]
         if self.field in ("key", "value"):
             text = message.key if self.field == "key" else message.value
@@ -168,9 +175,9 @@ class Filter(NamedTuple):
 
 
 def find_topic(data: str, name: str) -> str | None:
-    """Return the dead letter topic that a user means by its own or its origin's name; None: there are no letters yet.
+    """Return the dead letter topic for a topic name, or for its own name; None if that topic has no letters yet.
 
-    Raises ConfigError if there is no topic of that name either.
+    Example: `a` and `a.dlq` give `a.dlq`. Raises ConfigError if there is no topic `name`.
     """
     known = topics.names(data)
     if not name.endswith(DLQ) and f"{name}{DLQ}" in known:
@@ -203,11 +210,11 @@ _WENT_BACK = re.compile(rb"^(\d+)\|[^|\n]*\|[^|\n]*\|[^|\n]*\|(\d+);p=(%b[^;|\n]
 
 
 def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[bytes, ids.KnownProducer]]:
-    """Return per partition the names under which letters of a topic went back: what the broker knows as stored.
+    """Return per partition the producer names that sent letters of a topic back, with the ids stored under each.
 
-    Read from producers.ckpt and from the WAL after it: a broker that was asked (`!hello … last=?`) would fence a replay
-    that is going on, and it tells the last id of a name, not those that were left out before. `tick` is called now and
-    then, and may raise to end it.
+    Read from producers.ckpt and from the WAL after it. The broker is not asked (`!hello … last=?`): that would fence a
+    replay that is running, and gives only the last id of a name, not the ids that were left out before it. `tick` is
+    called now and then, and may raise to end the search.
     """
     broker, count = identity.of_records(data), topics.load(data, topic)[0]
     partitions: list[dict[bytes, ids.KnownProducer]] = [{} for _ in range(count)]
@@ -215,35 +222,39 @@ def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[byte
     of_prefix = {BACK.encode() + digest: names for digest, names in zip(digests, partitions, strict=True)}
 
     def names_like(name: bytes) -> dict[bytes, ids.KnownProducer] | None:
-        """Return the names of the partition whose letters went back under this one; None: it is not of this topic."""
+        """Return the names of the partition that this name belongs to; None if it is not of this topic."""
         return of_prefix.get(b"-".join(name.split(b"-", 2)[:2]))
 
     try:
         saved = dedupe_file.read(data)
-    except ValueError:  # damaged: the framer, too, reads the whole WAL instead
+    except ValueError:  # damaged: read the whole WAL instead, as the framer does
         saved = None
     for row in saved.rows(b"p|" + BACK.encode()) if saved is not None else ():
         if isinstance(row, ids.KnownProducer) and (names := names_like(row.name)) is not None:
             names[row.name] = row
     log = reader.wal(data)
     first = max(log.first_offset, saved.seq + 1 if saved is not None else 0)
-    last = readable_seq(data)  # what is not committed may be cut, and would then never have gone back
+    last = readable_seq(data)  # records that are not committed may be cut off, and would then never have gone back
     for lines in reader.read(data, first, log.end_offset() - 1 if last is None else last):
         tick()
         for match in _WENT_BACK.finditer(lines) if _CLAIM in lines else ():
             seq, id, name = match.groups()
             if (names := names_like(name)) is not None:
-                names.setdefault(name, ids.KnownProducer(name)).add(int(id), int(seq), 1)
+                known = names.setdefault(name, ids.KnownProducer(name))
+                if int(id) > known.last_id:
+                    known.add(int(id), int(seq), 1)
+                else:
+                    known.renew(int(id), int(seq), 0)
     return partitions
 
 
 # --- the selection ---------------------------------------------------------------------------------------------------
 
-_REASONS = 100  # a letter names a number in its reason, and anybody can write a letter
+_REASONS = 100  # most reasons counted apart: a reason may contain a number, and anybody can write a letter
 
 
 def stays(line: bytes, max_replays: int, only_letters: bool = False) -> str:
-    """Return why a stored line must not be sent back; "" if it may. `only_letters`: nothing else may."""
+    """Return why a stored line must not be sent back; "" if it may. `only_letters`: other records must stay."""
     letter = parse_letter(line)
     if letter is None:
         return "it is no letter" if only_letters else ""
@@ -251,18 +262,18 @@ def stays(line: bytes, max_replays: int, only_letters: bool = False) -> str:
 
 
 def origin_key(stored: StoredRecord, letter: Letter | None) -> bytes:
-    """Return the routing key under which a letter goes back; empty if the record is no letter."""
+    """Return the routing key under which a letter goes back; b"" if the record is no letter."""
     return b"" if letter is None else exact(letter.topic.encode(), stored.key)
 
 
 class Selection:
     """The records that a redrive sends, each with its new routing key. Each iteration reads the source again.
 
-    Without a template they are the letters that have not gone back yet, and the keys lead to their origins.
+    Without a template: the letters that have not gone back yet, each with the key of its origin.
 
-    After an iteration `stayed` has the reasons of letters that stay, and how often each. Without a template `before`
-    counts the letters that went back before, `strangers` counts records that are no letters, and `is_complete` says
-    that the limit has left out none.
+    After an iteration `stayed` counts the letters that must stay, by reason. Without a template `before` counts the
+    letters that had gone back, `strangers` the records that are no letters, and `is_complete` is True if the limit
+    left out no letter.
     """
 
     def __init__(
@@ -274,7 +285,7 @@ class Selection:
         most: int = 0,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """`accepts`: which records are wanted. `most`: at most so many, the oldest of each partition first; 0: all.
+        """`accepts`: which records are wanted. `most`: the greatest number of records, the first ones; 0: no limit.
 
         `tick` is called now and then, and may raise to end an iteration.
         """
@@ -300,9 +311,10 @@ class Selection:
         )
 
     def __iter__(self) -> Iterator[tuple[StoredRecord, bytes]]:
-        """Yield (record, new routing key) in order. Raises ConfigError at the first record without a good new key."""
+        """Yield (record, new routing key) in order. Raises ConfigError at the first invalid new key."""
         self.stayed, self.strangers, self.before, self.is_complete = {}, 0, 0, False
         names = went_back(self.source.data, self.source.topic, self._tick) if self._template is None else None
+        removed = DeletedRecords(self.source.data, partial(checkpoint.routed_seq, self.source.data))
         count = 0
         for stored in self.source.records():
             self._tick()
@@ -317,10 +329,11 @@ class Selection:
                     reason = "other reasons"
                 self.stayed[reason] = self.stayed.get(reason, 0) + 1
                 continue
-            seq = record.seq_of(stored.line)
-            if names is not None and any(name.find(seq) >= 0 for name in names[stored.partition].values()):
-                self.before += 1
-                continue
+            if letter is not None and names is not None:
+                key = origin_key(stored, letter)
+                if _is_back(names[stored.partition].values(), record.seq_of(stored.line), letter.topic, key, removed):
+                    self.before += 1
+                    continue
             if self._most and count >= self._most:
                 return
             new_key = origin_key(stored, letter)
@@ -332,10 +345,21 @@ class Selection:
         self.is_complete = True
 
 
+def _is_back(
+    names: Iterable[ids.KnownProducer], seq: int, topic: str, routing_key: bytes, removed: DeletedRecords
+) -> bool:
+    """Return True if letter `seq` was sent back under one of these names, and its record was not deleted since."""
+    for name in names:
+        found = name.find(seq)
+        if found >= 0 and not removed.has(topic, routing_key, found or name.most_forgotten(), is_exact=found > 0):
+            return True
+    return False
+
+
 def to_send(
     chosen: Iterable[tuple[StoredRecord, bytes]], data: str, redrive: tuple[str, ...] | None = None
 ) -> Iterator[Redriven]:
-    """Yield what redrive.send takes. `redrive`: what identifies it; None: letters go back to their origin."""
+    """Yield what redrive.send takes. `redrive`: what identifies it; None: letters go back to their origins."""
     broker = identity.of_records(data)
     for stored, new_key in chosen:
         partition = RedrivenPartition(broker, stored.log, stored.partition, redrive)

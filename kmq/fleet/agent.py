@@ -1,13 +1,15 @@
-"""The agent of a broker: it follows the Broadcast Queue, and does here what the fleet says.
+"""The agent of a broker: it follows the Broadcast Queue, and applies the fleet's states and commands to this broker.
+
+Example: the state `topics/orders partitions=4` makes it declare topic orders here. Then it marks the message.
 
 Links       in: the Broadcast Queue, as the one subscriber of this broker   out: KMQ_DATA/cluster, declarations and
             requests of topics, `brokers/<broker>` and `results/…` in Consul
 Owns        pipes/agent.owner, KMQ_DATA/cluster, its row of the stats page.
 
-Invariant   The other processes never wait for the agent, nor for Consul. A message is marked only after it was done here,
-            or, if it is a command, written down. While a message cannot be processed the broker is not ready.
-Crash       Killed at any point: what was not marked comes again, and changes nothing a second time. Until Consul has
-            ended the session of the one that was killed, the next one waits.
+Invariant   The other processes never wait for the agent or for Consul. A state is marked only after it was applied, a
+            command only after it was written to disk. While a message cannot be processed the broker is not ready.
+Crash       Killed at any point: messages that were not marked are delivered again, and change nothing a second time.
+            The next agent waits until Consul has ended the session of the killed one.
 Threads     main: heartbeat, signals. follow: Consul and states. commands: commands. reporter: `brokers/<broker>`.
 """
 
@@ -37,13 +39,13 @@ from kmq.links.role import LEADING, RolePage
 from kmq.logfmt import Logger
 
 _BEAT_S = 0.5
-_REPORT_S = 0.5  # between two looks whether something else has to be said
-_FINDINGS_S = 5.0  # between two comparisons of what is here with what the fleet says
-_AGAIN_S = 5.0  # after Consul has refused us
+_REPORT_S = 0.5  # between two checks whether the report has changed
+_FINDINGS_S = 5.0  # between two comparisons of this broker with the fleet's states
+_AGAIN_S = 5.0  # until the next try after Consul has refused us
 
 
 def is_left_over(holder: str) -> bool:
-    """Return True if this holder of our place is an agent of this very host that does not live any more."""
+    """Return True if this holder of our place is an agent on this host that has ended."""
     host, _, pid = holder.rpartition("/")
     if host != who_we_are().rpartition("/")[0] or not pid.isdecimal():
         return False
@@ -51,10 +53,10 @@ def is_left_over(holder: str) -> bool:
 
 
 class _Queue(BroadcastQueue):
-    """The queue, whose subscriber begins with a snapshot unless Consul goes on from what this broker has.
+    """A queue whose subscriber begins with a snapshot unless Consul's messages continue the states of this broker.
 
-    This broker may have less than it once marked, because its disk is new or an older one; or more, or other messages,
-    because Consul was restored while the agent was down.
+    This broker may have fewer messages than it once marked, because its disk is new or an older one. It may have more
+    or other messages than Consul, because Consul was restored while the agent was down.
     """
 
     def __init__(self, place: Place, applier: Applier, agent: "Agent") -> None:
@@ -97,7 +99,7 @@ class Agent:
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._condition = Condition()
-        # Last: from here on an end without a word counts as a crash.
+        # Last, because from here on an end without an exit code counts as a crash.
         self._row = self._page.rows[AGENT]
         self._row.begin(supervisor)
 
@@ -142,7 +144,7 @@ class Agent:
             self._row.newest = max(subscriber.newest, self._row.epoch)
 
     def _leads(self) -> int:
-        """Return the generation of the role in which this broker leads its shard with open doors; 0: it does not."""
+        """Return the generation of the role in which this broker leads its shard with open ports, else 0."""
         page = RolePage.find(self.settings.instance, self._page.data_id) if self.settings.shard else None
         role = page.read() if page is not None else None
         return role.generation if role is not None and role.role == LEADING else 0
@@ -159,7 +161,7 @@ class Agent:
                     self._error = error
                     return
                 self._on_change(Condition(lost=str(error)))
-            except ConsulError as error:  # no token, or a wrong one: that may be mended in Consul
+            except ConsulError as error:  # a missing or wrong token, which may be corrected in Consul
                 self._on_change(Condition(lost=str(error)))
                 self._stop.wait(_AGAIN_S)
             except BaseException as error:
@@ -167,7 +169,7 @@ class Agent:
                 return
 
     def _is_held_by_the_dead(self) -> bool:
-        """Return True if our place is still kept for an agent of this very broker that was killed."""
+        """Return True if our place is still held for a killed agent of this broker."""
         try:
             entry = self._queue.run(consul.read(self._queue.keys.subscriber(self._queue.place.broker)))
         except ConsulError:
@@ -177,7 +179,7 @@ class Agent:
         return is_left_over(holder_of(entry))
 
     def hold(self, subscriber: Subscriber | None) -> None:
-        """Note that we have the place in Consul now, or not any more."""
+        """Note that we have the place in Consul now, or (None) have lost it."""
         self._subscriber = subscriber
         if subscriber is not None:
             self._row.waits_since = 0
@@ -208,7 +210,7 @@ class Agent:
         self._row.messages += 1
         self._row.failing = bool(self._condition.failing)
 
-    # --- what others are told ----------------------------------------------------------------------------------------
+    # --- the report --------------------------------------------------------------------------------------------------
 
     def _write_result(self, id: str, result: CommandResult) -> None:
         self._queue.run(write_result(self._queue.keys, id, self._queue.place.broker, result))
@@ -232,8 +234,8 @@ class Agent:
                     self._queue.run(consul.txn([KvOperation("lock", key, report, session=subscriber.session)]))
                     said, session = report, subscriber.session
             except (OSError, KmqError):
-                continue  # Consul is asked again, and a topic that has just gone is looked at again
-            except Exception as error:  # a fault of KMQ's must not silence this broker for ever
+                continue  # the next round asks Consul again, and no longer looks at a topic that was just deleted
+            except Exception as error:  # a fault in KMQ must not end the reports of this broker for ever
                 reason = f"{type(error).__name__}: {error}"
                 if reason != failed:
                     self.log.error("report_failed", reason=reason, effect="the fleet sees an older report; tried again")

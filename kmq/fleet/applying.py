@@ -1,23 +1,28 @@
-"""What the fleet says takes effect here. States: topics as `kmq topics create|set` does it, everything else by a file.
-Commands: verify, compact, retain, each once, and the fleet is told what came of it.
+"""Applies the fleet's states and commands to this broker.
 
-Owner       KMQ_DATA/cluster/states (kmq/config/states.py). Topics stay the router's: they are declared, and requests submitted.
-            If the file goes, or another text is in it, `keep` writes it again from memory.
-            KMQ_DATA/cluster/commands: each command that was accepted, and what came of it. A thread works it off, so
-            that no state waits for a check of terabytes. `verify` and `compact` run as the commands of that name do.
-Invariant   `apply` returns only after everything that the item says is on disk. To apply an item twice, or to apply a
-            Snapshot instead of the messages before it, leads to the same files.
-            A command is marked in Consul only after it is in the file. One that has a result is never done again.
-Crash       Killed before an item is marked: it comes again. Killed in the middle of a command: it is begun again, because
-            all three may be repeated. Killed before its result is in Consul: the result is in the file, and is written
-            at the next start.
-Memory      KEPT commands that are told, MOST in all: beyond that the oldest go, those with a result first.
-            Of what a command prints, the first findings.
-Shard       The agent of the leader alone reaches the states of topics; followers have the topics by the WAL. Whenever its
-            broker begins to lead, all of them are reached again: what the former leader's agent has asked for may have
-            been cut before it was committed.
-Not covered A topic that is here with another number of partitions, or a limit that was changed here afterwards, stays as
-            it is: local commands are local. `findings` tells the fleet.
+States: topics are declared as by `kmq topics create|set`, all other states are written to a file. Commands: verify,
+compact, retain; each runs once, and its result is reported to the fleet.
+Example: the state `topics/orders partitions=4` declares topic orders. The command `verify` runs `kmq verify --json` and
+reports `ok` or its first findings.
+
+Owner       KMQ_DATA/cluster/states (kmq/config/states.py). The router still owns topics: this module only declares them
+            and submits requests. If the file is removed or changed, `keep` writes it again from memory.
+            KMQ_DATA/cluster/commands: each accepted command, and its result. A thread of its own runs the commands, so
+            that no state waits for a check of terabytes. `verify` runs as `kmq verify` does, and `compact` runs the
+            broker's compactor (kmq/gateway/core/compactor.py).
+Invariant   `apply` returns only after the whole item is on disk. Applying an item twice, or a Snapshot instead of the
+            messages before it, leads to the same files.
+            A command is marked in Consul only after it is in the file. A command that has a result never runs again.
+Crash       Killed before an item is marked: it is delivered again. Killed in the middle of a command: it starts again,
+            because all three may be repeated. Killed before the result is in Consul: the result is in the file,
+            and the next start writes it to Consul.
+Memory      KEPT commands if their results are in Consul, MOST in all. Beyond that the oldest are dropped, those with a
+            result first. Of a command's output only the first findings are kept.
+Shard       Only the leader's agent applies states of topics; followers get the topics by the WAL. Whenever its broker
+            begins to lead, the agent applies all of them again: requests of the former leader's agent may have been cut
+            before they were committed.
+Not covered If a topic here has another number of partitions, or a limit was changed here afterwards, it stays as it is:
+            local commands are local. `findings` reports it to the fleet.
 """
 
 import contextlib
@@ -46,20 +51,20 @@ from kmq.logfmt import Logger
 
 
 class Applier:
-    """Brings this broker to the states of its fleet."""
+    """Applies the states of the fleet to this broker."""
 
     def __init__(self, settings: Settings, log: Logger, leads: Callable[[], int] = lambda: 0) -> None:
         """`leads`: in a shard, the generation of the role in which this broker leads; 0: it does not lead."""
         self._settings, self._log, self._leads = settings, log, leads
-        self._led = 0  # the generation in which all topics were reached
-        self._reaching = threading.Lock()  # a state that is not reached, as another one leads, is noted before we lead
+        self._led = 0  # the generation in which all topics were applied
+        self._reaching = threading.Lock()  # a state skipped because another broker leads is stored before `lead` looks
         self._path = path_of(settings)
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
         sync_directory(settings.data)
         self.states: States | None = None  # None: this broker knows nothing, so it needs a snapshot
-        self.unreadable = ""  # why the file could not be read when we began; "": all states are known
+        self.unreadable = ""  # why the file could not be read at the start; "": all states are known
         self._lock = threading.Lock()  # of the file
-        self._passed_over = ""  # why the last message of this type was none; "": it was one
+        self._passed_over = ""  # why the last message of type `state` was invalid; "": it was valid
         try:
             self.states = read(settings)
         except ConfigError as error:
@@ -69,13 +74,13 @@ class Applier:
 
     @property
     def epoch(self) -> int:
-        """Return the last message that this broker has applied; -1: none of this cluster."""
+        """Return the epoch of the last message that this broker has applied; -1: no message of this cluster."""
         return self.states.epoch if self.states is not None else -1
 
     def apply(self, item: Item) -> None:
-        """Reach what an item says. Raises OSError if the disk does not let us.
+        """Apply an item. Raises OSError if the disk refuses.
 
-        What KMQ did not write can never be reached: it is a finding, and passed over.
+        A message that KMQ did not write cannot be applied. It is skipped and reported as a finding.
         """
         if isinstance(item, Snapshot):
             found, self._passed_over = fleet.states_of(item), ""
@@ -102,7 +107,7 @@ class Applier:
             self._write(states)
 
     def lead(self) -> None:
-        """Reach all topics again if this broker has begun to lead its shard; call it now and then. Raises OSError."""
+        """Apply all topics again if this broker has begun to lead its shard; call it now and then. Raises OSError."""
         generation = self._leads()
         if generation in (0, self._led):
             return
@@ -133,7 +138,7 @@ class Applier:
             self.states, self.unreadable = states, ""
 
     def keep(self) -> None:
-        """Write the file again if it does not have what we hold. Raises OSError."""
+        """Write the file again if it differs from the states in memory. Raises OSError."""
         with self._lock:
             if self.states is None:
                 return
@@ -155,7 +160,7 @@ class Applier:
     # --- topics ------------------------------------------------------------------------------------------------------
 
     def _topics(self) -> tuple[set[str], dict[str, list[topic_changes.TopicRequest]]]:
-        """Return the names of all topics, and by topic what the router was asked to set; read once a pass."""
+        """Return the names of all topics, and by topic the waiting requests to set limits. Read once for all states."""
         data, asked = self._settings.data, dict[str, list[topic_changes.TopicRequest]]()
         names = {*topics.names(data)}
         for request in topic_changes.waiting(data) if os.path.isdir(f"{data}/topics") else []:
@@ -164,7 +169,7 @@ class Applier:
         return names, asked
 
     def _reach_topic(self, name: str, value: str, is_here: bool, asked: list[topic_changes.TopicRequest]) -> str:
-        """Declare a topic, or set its limits. Returns why that cannot be done here; "" if it was done."""
+        """Declare a topic, or set its limits. Return why that cannot be done here; "" if it was done."""
         data = self._settings.data
         try:
             partitions, limits = parse_topic(value)
@@ -177,13 +182,14 @@ class Applier:
             if changes:
                 topic_changes.apply(own, changes)
                 Limits().with_changes(own)
+                topics.check_letters(name, changes)
                 topic_changes.submit(data, topic_changes.SET, name, changes)
             return _other_partitions(declared.partitions, partitions)
         except (ConfigError, ValueError) as error:
             return str(error)
 
     def findings(self) -> list[str]:
-        """Return which states are not as the fleet says, one line each."""
+        """Return the states in which this broker differs from the fleet, one line each."""
         states, found = self.states, [self._passed_over] if self._passed_over else []
         if states is None:
             return []
@@ -219,7 +225,7 @@ class Applier:
 
 
 def parse_topic(value: str) -> tuple[int, dict[str, str]]:
-    """Return the partitions and limits of a topic's state; a limit that is "" has none of its own. Raises ValueError."""
+    """Return the partitions and limits of a topic's state. A limit "" is unset. Raises ValueError."""
     if UNREADABLE in value:
         raise ValueError("is not readable; publish it anew with: kmq fleet topics create")
     fields = decode_fields(value.encode())
@@ -230,7 +236,7 @@ def parse_topic(value: str) -> tuple[int, dict[str, str]]:
 
 
 def _differ(limit: str, here: str, told: str) -> bool:
-    """Return True if two texts of a limit do not mean the same; "" is none of its own."""
+    """Return True if two texts of a limit have different meanings; "" is unset."""
     if not (here and told):
         return here != told
     try:
@@ -253,22 +259,22 @@ VERSION = 1
 KEPT, MOST = 200, 1000
 _FINDING_CHARS = 300
 _RETAIN_S = 60.0  # longest wait for the router
-_AGAIN_S = 1.0  # until a result is written again that Consul did not take
+_AGAIN_S = 1.0  # until the next try to write a result that Consul did not take
 _POLL_S = 0.05
 _LINE = 1 << 16  # bytes of a line of a command that are looked at
-# A command ends with its agent, also if that is killed: else the next one would begin it a second time beside it.
+# A command ends with its agent, even if the agent is killed: else the next agent would start a second run beside it.
 CHILD = (
-    "import sys; from kmq.broker.supervisor import end_with; end_with(int(sys.argv.pop(1)));"
-    " from kmq.__main__ import main; main()"
+    "import sys; from runpy import run_module; from kmq.broker.supervisor import end_with; end_with(int(sys.argv.pop(1)));"
+    " run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
-_LOW = 10  # niceness of what a command runs: messages come first
+_LOW = 10  # niceness of the processes of commands, because messages come first
 
 
 class Commands:
     """The commands of one broker."""
 
     def __init__(self, settings: Settings, log: Logger, write: Callable[[str, CommandResult], None]) -> None:
-        """`write`: tells the fleet what came of the command with this id."""
+        """`write`: reports the result of the command with this id to the fleet."""
         self._settings, self._log, self._write = settings, log, write
         self._path = f"{settings.data}/cluster/commands"
         self._rows: dict[str, dict[str, Any]] = {}
@@ -282,7 +288,7 @@ class Commands:
         self._thread.start()
 
     def stop(self) -> None:
-        """End; a command that runs is begun again at the next start."""
+        """End. A running command is stopped, and starts again at the next start."""
         self._stop.set()
         self._news.set()
         with self._lock:
@@ -291,7 +297,7 @@ class Commands:
         self._thread.join(5)
 
     def accept(self, message: Message) -> None:
-        """Take a command over; nothing happens if it is known already. Raises OSError."""
+        """Store a command to be run. Do nothing if it is known already. Raises OSError."""
         if message.id in self._rows:
             return
         row = {"type": message.type, "epoch": message.epoch, "expires": message.expires, "result": None, "told": False}
@@ -322,7 +328,7 @@ class Commands:
         told = [id for id, row in self._rows.items() if row["told"]]
         for id in told[: max(0, len(self._rows) - KEPT)]:
             del self._rows[id]
-        surplus = max(0, len(self._rows) - MOST)  # results that Consul does not take
+        surplus = max(0, len(self._rows) - MOST)  # commands whose results Consul did not take
         for id in sorted(self._rows, key=lambda id: self._rows[id]["result"] is None)[:surplus]:
             del self._rows[id]
         replace_file(self._path, json.dumps({"version": VERSION, "commands": self._rows}).encode())
@@ -339,7 +345,7 @@ class Commands:
             self._news.wait(None if is_done else _AGAIN_S)
 
     def _advance(self, id: str, row: dict[str, Any]) -> bool:
-        """Do a command, and tell the fleet; return False if that has to be tried again."""
+        """Run a command, and report its result to the fleet. Return False if that has to be tried again."""
         try:
             if row["result"] is None:
                 result = self._attempt(row)
@@ -358,7 +364,7 @@ class Commands:
         return True
 
     def _attempt(self, row: dict[str, Any]) -> CommandResult:
-        """Do a command. What the system does not allow is its outcome; else it would be tried for ever, unseen."""
+        """Run a command. An OSError becomes its outcome; else the command would be retried for ever, unseen."""
         try:
             return self._do(row)
         except OSError as error:
@@ -373,11 +379,11 @@ class Commands:
         elif type == "retain":
             outcome = self._retain()
         elif type == "verify":
-            code, findings, why = self._kmq(damage, "verify", "--json")
+            code, findings, why = self._run_module(damage, "kmq", "verify", "--json")
             outcome = {0: "ok", 1: "damage"}.get(code, why)
         else:
-            code, findings, why = self._kmq(str, "pipeline", "run", "compact")
-            outcome = "ok" if code == 0 else why
+            code, findings, why = self._run_module(str, "kmq.gateway.core.compactor", "--now")
+            outcome = "ok" if code == 0 else "not compacted" if findings else why
         return CommandResult(type, outcome, findings, time.time())
 
     def _retain(self) -> str:
@@ -389,12 +395,12 @@ class Commands:
             time.sleep(_POLL_S)
         return "ok"
 
-    def _kmq(self, finding: Callable[[str], str], *arguments: str) -> tuple[int, list[str], str]:
-        """Run a command of kmq. Returns its exit code, its first findings, and its last word about an error.
+    def _run_module(self, finding: Callable[[str], str], *arguments: str) -> tuple[int, list[str], str]:
+        """Run a module with arguments. Return its exit code, its first findings, and its last line on stderr.
 
-        `finding`: makes a finding of a line; "" if it is none.
+        `finding`: converts a line of output to a finding; "" if the line is not a finding.
         """
-        with open(os.memfd_create("kmq-errors"), "w+b") as errors:  # a read-only root has no place for a file
+        with open(os.memfd_create("kmq-errors"), "w+b") as errors:  # a read-only root allows no temporary file
             with self._lock:
                 if self._stop.is_set():
                     return -1, [], "the agent ends"
@@ -418,11 +424,11 @@ class Commands:
                 self._child = None
             errors.seek(0)
             said = errors.read(_LINE).decode(errors="replace").strip().splitlines()
-        return code, lines, said[-1] if said else f"kmq {' '.join(arguments)}: exit code {code}"
+        return code, lines, said[-1] if said else f"{' '.join(arguments)}: exit code {code}"
 
 
 def damage(line: str) -> str:
-    """Return one line about a finding of `kmq verify --json`; "" for a note."""
+    """Convert a line of `kmq verify --json` to a finding; "" for a note."""
     try:
         found = json.loads(line)
         return f"{found['path']}: byte {found['byte']}: {found['what']}" if found["is_damage"] else ""

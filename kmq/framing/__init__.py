@@ -1,1 +1,1 @@
-"""The back room of the framer: from what ingress and other writers hand over to numbered lines."""
+"""Framing: turns the lines that ingress and other writers send into blocks of numbered lines. The framer's library."""

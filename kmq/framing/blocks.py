@@ -1,11 +1,13 @@
-"""From a batch to blocks: cut at the ring's limits, the lines numbered and stamped, the replies made.
+"""Blocks: cuts a batch of lines into blocks that fit the ring, numbers and stamps the lines, and makes the replies.
 
-A batch is lines as they will be stored, without seq and time, and the replies to those who wait for one. Every stage of
-its way knows where the text it came from may be cut, so that a block is committed together with exactly the bytes that
-it came from: bytes of the staged text, or of the ring `received`.
+Example: line `t|||x` of a batch becomes `42|1700000000.5|t|||x` in a block whose first seq is 42.
 
-Invariant   The lines of a block have the seqs that the ring gives out next, without a gap. A block never has more
-            messages or bytes than the ring takes. It is cut only where the batch may be cut.
+A batch has lines as they will be stored, without seq and time, and the replies to clients that wait for one. It also
+knows where the source text may be cut. So a block is committed together with exactly the bytes that it came from: bytes
+of the staged text, or of the ring `received`.
+
+Invariant   The lines of a block have the next seqs of the ring, without a gap. A block never has more messages or bytes
+            than the ring allows. A batch is cut only where it may be cut.
 """
 
 import time
@@ -21,8 +23,8 @@ from kmq.message.routing import AnyTopic
 
 # --- batch -----------------------------------------------------------------------------------------------------------
 
-# The number of the cut that ends it, the lines of the batch before it, the connection, the first and the last n that
-# the reply is for, and its text, b"" for an ack. A plain tuple, because there is one for each piece or even each
+# (number of the cut that ends it, lines of the batch before it, connection, first n, last n, text). The reply is for
+# the messages first n to last n; its text is b"" for an ack. A plain tuple, because there is one for each piece or
 # message.
 Reply = tuple[int, int, bytes, int, int, bytes]
 # (lines, bytes of the staged text, position in `received`) up to which a batch may be cut.
@@ -34,18 +36,18 @@ ANY_TOPIC = AnyTopic()
 class LineBatch:
     """Lines ready to be numbered.
 
-    cuts       where the batch may be cut, in order; None if it may be cut after each line, and each took its length and
-               a newline, all in one place: of `received` if `is_received`, else of the staged text.
+    cuts       where the batch may be cut, in order. None: after each line. Then each line took its length and a newline
+               from one source: from `received` if `is_received`, else from the staged text.
     used       bytes of the staged text that are done when all lines are framed.
     begin      the position in `received` before the batch; `position` is the position after it.
     replies    in the order of the messages.
-    more       whether there is text left that can be framed at once: a turn has its limit.
+    more       whether text is left that can be framed at once, because a turn has its limit.
     """
 
     __slots__ = ("begin", "cuts", "is_received", "key", "lines", "more", "next_seq", "position", "replies", "used")
 
     def __init__(self, next_seq: int, position: int = 0) -> None:
-        self.next_seq = next_seq  # what the first line will get
+        self.next_seq = next_seq  # the seq of the first line
         self.lines: list[bytes] = []
         self.cuts: list[Cut] | None = []
         self.used = 0
@@ -57,14 +59,14 @@ class LineBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if there is nothing to commit but what was used."""
+        """Return True if nothing has to be committed except the use of the text."""
         return not (self.lines or self.replies)
 
 
 def well_formed(text: bytes, next_seq: int, topics: AnyTopic = ANY_TOPIC) -> list[bytes] | None:
-    """Return the lines of a text that is well-formed lines and nothing else; None for any other text.
+    """Return the lines of a text if all are well-formed; None for any other text.
 
-    Nearly all lines of producers who do not ask for replies go this way: checked as a whole.
+    Nearly all lines of producers that do not ask for replies are checked this way, as a whole.
     """
     if not topics.takes(text, next_seq) or record.claims(text):
         return None
@@ -74,18 +76,18 @@ def well_formed(text: bytes, next_seq: int, topics: AnyTopic = ANY_TOPIC) -> lis
 
 
 def single(next_seq: int, position: int, line: bytes) -> LineBatch:
-    """Return the batch of one line of the framer's own, which takes nothing from the text."""
+    """Return the batch of one line that the framer made itself. It uses up no text."""
     batch = LineBatch(next_seq, position)
     batch.lines, batch.cuts = [line], [(1, 0, position)]
     batch.key = record.common_key(batch.lines)
-    batch.more = True  # the text is as it was
+    batch.more = True  # the text is still there
     return batch
 
 
 def endless(next_seq: int, position: int, text: bytes, max_line: int) -> LineBatch:
-    """Return the batch of a text that fills a staging area without a newline: one refused line.
+    """Return the batch for a text that fills a staging area without a newline: one refused line.
 
-    No writer of whole lines does this. The bytes are kept as dead.malformed.
+    No writer of whole lines causes this. The bytes are stored as dead.malformed.
     """
     batch = LineBatch(next_seq, position)
     batch.lines = [record.malformed("too_long", text, len(text), max_line)]
@@ -96,21 +98,21 @@ def endless(next_seq: int, position: int, text: bytes, max_line: int) -> LineBat
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
-_STAMP_BYTES = 40  # most that a seq and a time add to a line
-_REPLY_BYTES = 120  # most that a reply takes beside its text
-_MESSAGE_BYTES = 256  # most that a block needs for an acknowledged message besides the message
+_STAMP_BYTES = 40  # most bytes that a seq and a time add to a line
+_REPLY_BYTES = 120  # most bytes of a reply without its text
+_MESSAGE_BYTES = 256  # most bytes that a block needs for an acknowledged message, without the message
 
 _end_of = itemgetter(0)
 
 
 def frame(batch: LineBatch, limits: BlockLimits, last_ts: int, birth: int = 0) -> Iterator[tuple[Framed, bool]]:
-    """Yield each block of `batch`, and True with the last; a block is made when the caller has appended the one before.
+    """Yield each block of `batch`, and True with the last one. Append a block before you ask for the next.
 
-    `last_ts` is the recv_ts of the last record: times never go back. `birth`: of the ring `received`.
+    `last_ts`: recv_ts of the last record, because times never go back. `birth`: of the ring `received`.
     """
     lines, cuts, replies, key_length, seq = batch.lines, batch.cuts, batch.replies, len(batch.key), batch.next_seq
     chosen = [] if batch.is_empty else cuts_of(batch, limits)
-    start = replied = used = taken = 0  # taken: bytes of the text, where it may be cut after each line
+    start = replied = used = taken = 0  # taken: bytes of the text, if it may be cut after each line
     for number, at in enumerate(chosen, 1):
         is_last = number == len(chosen)
         stop = cuts[at][0] if cuts is not None else at + 1
@@ -136,7 +138,7 @@ def frame(batch: LineBatch, limits: BlockLimits, last_ts: int, birth: int = 0) -
 
 
 def cuts_of(batch: LineBatch, limits: BlockLimits) -> list[int]:
-    """Return the numbers of the cuts that end blocks which the ring takes; of the last lines if `batch.cuts` is None."""
+    """Return the numbers of the cuts that end blocks the ring takes; numbers of lines if `batch.cuts` is None."""
     if batch.cuts and len(batch.cuts) == 1:
         return [0]
     count, max_count = len(batch.lines), limits.count
@@ -152,7 +154,7 @@ def cuts_of(batch: LineBatch, limits: BlockLimits) -> list[int]:
 
 
 def _greedy(cuts: list[Cut], batch: LineBatch, limits: BlockLimits) -> list[int]:
-    """Return the numbers of those of `cuts` that make each block as large as it may be."""
+    """Return the numbers of the `cuts` that make each block as large as allowed."""
     max_count, max_bytes, lines = limits.count, limits.nbytes, batch.lines
     replies = deque(batch.replies)
     chosen: list[int] = []
@@ -169,10 +171,10 @@ def _greedy(cuts: list[Cut], batch: LineBatch, limits: BlockLimits) -> list[int]
 
 
 def ends_of_messages(body: bytes, lines: list[bytes], limits: BlockLimits) -> list[tuple[int, int]]:
-    """Return where acknowledged messages may be cut, as (messages, bytes): each part fits a block with others.
+    """Return where acknowledged messages may be cut, as (messages, bytes). Each part fits into a block with others.
 
-    A part has at most an eighth of what a block takes, or one message. `lines`: as they are stored, so they may be longer
-    than in `body`.
+    A part has at most an eighth of a block, or one message. `lines`: as they will be stored, so they may be longer than
+    in `body`.
     """
     count = len(lines)
     most, most_bytes = min(limits.count, limits.nbytes // _MESSAGE_BYTES) // 8, limits.nbytes // 8
@@ -180,7 +182,7 @@ def ends_of_messages(body: bytes, lines: list[bytes], limits: BlockLimits) -> li
         return [(count, len(body))]
     if sum(map(len, lines)) + count != len(body):
         lines = body.split(b"\n")
-    lengths = [0, *accumulate(map(len, lines))]  # of so many messages, without their newlines
+    lengths = [0, *accumulate(map(len, lines))]  # of the first n messages, without their newlines
     ends, at = [], 0
     while at < count:
         fit = bisect_right(lengths, lengths[at] + most_bytes) - 1
@@ -190,9 +192,9 @@ def ends_of_messages(body: bytes, lines: list[bytes], limits: BlockLimits) -> li
 
 
 def encode_replies(replies: list[Reply], start: int, seq: int) -> bytes:
-    """Return the text for the FIFO `acks`, in a block whose first line is number `start` of the batch and gets `seq`.
+    """Return the text for the FIFO `acks`. The block's first line is number `start` of the batch, and has seq `seq`.
 
-    Acks of one connection whose seqs follow one another become one reply.
+    Acks of one connection with consecutive seqs become one reply.
     """
     out: list[bytes] = []
     connection, first, last, line_end = b"", 0, 0, -1

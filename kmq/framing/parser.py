@@ -1,26 +1,28 @@
-"""From the text of the FIFO, and what it says of the ring `received`, to a batch: lines to be stored, and replies.
+"""Parser: turns the text of the FIFO `raw`, and the bytes of `received` that it names, into a batch with replies.
 
-Well-formed lines that nobody waits for go through as a whole (blocks.well_formed), the messages of a connection too
-(Acceptor.accept_all). Otherwise each line is looked at: what is no message is stored as dead.malformed, or refused.
+Example: two lines `t|||x` that a shell wrote into the FIFO become a batch of two lines without replies.
 kmq/links/fifo.py has the format of the text.
+
+Well-formed lines without replies are added as a whole (blocks.well_formed), and so are the messages of a connection
+(Acceptor.accept_all). Otherwise each line is checked alone: an invalid line is stored as dead.malformed, or refused.
 
 The replies are made here, in order, as the text that durability writes to the FIFO `acks` once the block is on disk:
 
     <connection> <n of the first message it answers> !ack <n> <seq>      or !dup <n> <seq>, !err <n> <reason>
     <connection> <q> !last <id>                                          to question q, for the last id of a name
 
-Invariant   A batch takes the text in its order, from the start, and knows for each cut what of it is done. What an
-            earlier block took of a piece is not taken again: a piece is read from `ReceivedLines.done` on, which is
-            what the record of the ring `framed` says. Bytes before it are never looked at, because ingress may have
-            overwritten them, and a control line that speaks of them does nothing.
-            A control line is obeyed only if it names the ring that lies here and bytes that ingress has put there; any
+Invariant   A batch takes the text in order, from its start, and each cut records how much of it is done. Messages of a
+            piece that an earlier block has are not taken again: a piece is read from `ReceivedLines.done` on, which
+            the ring `framed` records. Bytes before it are never read, because ingress may have overwritten them, and
+            a control line about them does nothing.
+            A control line is obeyed only if it names the present ring and bytes that ingress has written there. Any
             other writer of the FIFO may have made it up.
-            However much text there is, a call takes little more than TURN_BYTES, and looks at no more than about TURN
-            lines one by one.
-            The dedupe table holds what a batch holds: the caller frames all of the batch, or the process ends.
-Removed     Whoever notices first writes the ring `received` again (Stage.rewrite_rings). Until then a control line may
-            speak of a ring that is not here, or of bytes that only the new file has. It must not pass for a made-up
-            line, because its lines would be lost: we wait for the ring, or end and begin anew with the new file.
+            However much text waits, a call takes little more than TURN_BYTES, and checks at most about TURN lines one
+            by one.
+            The dedupe table includes the batch: the caller frames all of it, or the process ends.
+Removed     If the ring `received` was deleted, the process that first notices writes it again (Stage.rewrite_rings).
+            Until then a control line may name a ring that is not here, or bytes that only the new file has. It must not
+            count as made up, because its lines would be lost. So we wait for the ring, or end and restart with it.
 """
 
 import re
@@ -46,7 +48,7 @@ def _nothing() -> None:
 
 
 class ReceivedLines:
-    """The ring `received` as the framer sees it: which control lines speak of it, and what of it is framed."""
+    """The ring `received` as the framer sees it: which control lines are valid, and how far its lines are framed."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class ReceivedLines:
         done: Received = NOTHING_RECEIVED,
         wait: Callable[[], None] = _nothing,
     ) -> None:
-        """`attach` returns the ring, None while ingress has not made it. `done`: of the last commit.
+        """`attach` returns the ring, or None before ingress has made it. `done`: the position at the last commit.
 
         `wait` waits for the ring if a living ingress will make it, or write it again.
         """
@@ -64,10 +66,10 @@ class ReceivedLines:
         self.begin()
 
     def begin(self, text: bytes = b"") -> int:
-        """Begin a batch of `text`, read before; return up to which position the lines of the ring are framed.
+        """Begin a batch of `text`, which was read before. Return the position up to which lines of the ring are framed.
 
-        Ingress makes the ring before it writes a line about it. So the ring is looked for here and not in the middle of
-        a batch, where a new ring would change the position under it.
+        Ingress makes the ring before it writes a line about it. So the ring is looked for here, and not within a batch,
+        where a new ring would change the position.
         """
         if self._ring is None and not self._look() and (text.startswith(CONTROL) or b"\n" + CONTROL in text):
             self._wait()
@@ -82,9 +84,9 @@ class ReceivedLines:
         return ring is not None
 
     def has(self, birth: int, start: int, end: int) -> bool:
-        """Return True if whole lines lie between these positions of the ring with this birth, or did and are framed.
+        """Return True if whole lines lie, or lay and are framed, between these positions of the ring with this birth.
 
-        Raises RetryError if they do not, and another file has the ring's name by now: they may lie there.
+        Raises RetryError if they do not, but the ring was replaced by another file, which may have them.
         """
         ring = self._ring
         if ring is None:
@@ -103,12 +105,12 @@ class ReceivedLines:
         return start == end or self.text(end - 1, end) == b"\n"
 
     def text(self, start: int, end: int) -> bytes:
-        """Return the text between two positions that are there."""
+        """Return the text between two positions for which `has` is True."""
         assert self._ring is not None
         return self._ring.text(start, end)
 
     def committed(self, done: Received) -> None:
-        """Give back the room of what is framed. Call after the commit in the ring `framed`."""
+        """Release the bytes that are framed. Call after the commit in the ring `framed`."""
         self.done = done
         if self._ring is not None:
             self._ring.release(done.position)
@@ -116,20 +118,21 @@ class ReceivedLines:
 
 # --- parser ----------------------------------------------------------------------------------------------------------
 
-# Connection, `p`, `w` or nothing, producer or scope, which of its ids must be stored, may write reserved
+# Connection; `p`, `w` or nothing; producer or scope; the id that must be stored before; whether it may write reserved
+# topics
 Origin = tuple[bytes, bytes, bytes, int | None, bool]
 
-# Lines that are looked at one by one in a turn: half a second's work of the slowest machine, so that the framer gives a
-# sign of life whatever strangers send.
+# Lines checked one by one in a turn: half a second's work on the slowest machine. So the framer gives a sign of life
+# whatever clients send.
 TURN = 8192
 TURN_BYTES = 256 * KIB  # taken in a turn: fits the second-level cache
 _NEWLINE = 10
-_SINGLES = 1024  # messages of as many connections that are looked at together
-_LARGE_BYTES = 16 * KIB  # a run of lines that is a batch by itself, whatever follows: that saves a cut for each line
+_SINGLES = 1024  # single messages of this many connections are checked together
+_LARGE_BYTES = 16 * KIB  # a run of lines this long is a batch by itself, which saves a cut for each line
 
 
 class Parser:
-    """Makes batches. What it holds between two calls is the dedupe table."""
+    """Makes batches. Its only state between two calls is the dedupe table."""
 
     def __init__(
         self,
@@ -139,27 +142,27 @@ class Parser:
         limits: BlockLimits,
         topics: AnyTopic = ANY_TOPIC,
     ) -> None:
-        """`limits`: of the blocks that the batches will be cut into."""
+        """`limits`: of the blocks that its batches will be cut into."""
         self.max_line, self.table, self.source, self.limits, self.topics = max_line, table, source, limits, topics
         self._acceptor = Acceptor(max_line, table, topics)
-        self.refused = 0  # lines that became dead.malformed here, and messages refused to their producers
+        self.refused = 0  # lines stored as dead.malformed, and messages refused
 
     @property
     def duplicates(self) -> int:
-        """How many messages were known as stored."""
+        """How many messages were already stored."""
         return self._acceptor.duplicates
 
     def batch(self, text: bytes, next_seq: int, seconds: int) -> LineBatch:
         """Return the batch of whole staged lines.
 
-        `next_seq` is what the first line will get; `seconds` since the epoch is now.
+        `next_seq`: seq of its first line. `seconds`: the present time, since the epoch.
         """
         self._text, self._seconds = text, seconds
         batch = self._batch = LineBatch(next_seq, self.source.begin(text))
         self._cuts: list[Cut] = []
-        self._looked = self._bytes = 0  # at so many lines; so many bytes taken
-        self._singly_until = 0  # where text ends whose messages are not all good, and so are looked at one by one
-        self._stops = False  # within a run or the messages of a connection: the control lines are not done
+        self._looked = self._bytes = 0  # lines checked alone; bytes taken
+        self._singly_until = 0  # up to here not all messages are valid, so each is checked alone
+        self._stops = False  # True within a run or the messages of a connection, whose control lines are not done yet
         at, position = self._whole(batch) or (0, batch.begin)
         if not at:
             batch.cuts = self._cuts
@@ -173,9 +176,10 @@ class Parser:
         return batch
 
     def begun(self, text: bytes) -> bytes:
-        """Return the control line that `text` begins with, if an earlier batch, or framer, took some of its messages; or b"".
+        """Return the control line at the start of `text` if some of its messages are framed already; else b"".
 
-        The messages of one control line have consecutive seqs: what the framer numbers of its own comes after the rest.
+        The messages of one control line have consecutive seqs. So the framer numbers its own records after the rest of
+        them.
         """
         match, done = MESSAGES.match(text), self.source.done
         if match is None:
@@ -184,7 +188,7 @@ class Parser:
         return match[0] if birth == done.birth and start < done.position < stop else b""
 
     def _whole(self, batch: LineBatch) -> tuple[int, int] | None:
-        """Make the batch of one run of well-formed lines; return where it ends, or None if there is more, or other."""
+        """Make the batch of one run of well-formed lines, and return where it ends. Return None for any other text."""
         run = None if self._text.startswith(b"!c") else self._run(0, batch.begin)
         if run is None or not run.text or (run.end < len(self._text) and len(run.text) < _LARGE_BYTES):
             return None
@@ -196,7 +200,7 @@ class Parser:
         return run.end, run.position
 
     def _step(self, at: int, position: int) -> tuple[int, int]:
-        """Add what lies at `at` of the text; return where the text, and `received`, go on."""
+        """Add the lines at offset `at` of the text; return the next offset, and the next position in `received`."""
         text = self._text
         if match := MESSAGES.match(text, at):
             may_adjoin = match[3] == b"1" and match.end() < len(text) and at >= self._singly_until
@@ -212,23 +216,23 @@ class Parser:
             self._reply(connection, int(question), 0, reply)
             self._cut(match.end(), position)
             return match.end(), position
-        end = text.index(b"\n", at) + 1  # ingress has not written it: it is a message of some writer
+        end = text.index(b"\n", at) + 1  # ingress did not write this line: it is a message from another writer
         return self._add_run(_LineRun(text[at:end], at, end, position, position, False))
 
     def _cut(self, at: int, position: int) -> None:
         self._cuts.append((len(self._batch.lines), at, position))
 
     def _reply(self, connection: bytes, low: int, high: int, text: bytes, lines_before: int = -1) -> None:
-        """Add a reply that the next cut ends."""
+        """Add a reply. The next cut ends it."""
         before = len(self._batch.lines) if lines_before < 0 else lines_before
         self._batch.replies.append((len(self._cuts), before, connection, low, high, text))
 
     # --- lines that nobody waits for ---------------------------------------------------------------------------------
 
     def _run(self, at: int, position: int) -> "_LineRun | None":
-        """Return the lines from `at` on that nobody waits for: of some writer, or adjoining pieces of `received`.
+        """Return the lines from `at` on that need no reply: of another writer, or adjoining pieces of `received`.
 
-        None if no such lines lie there.
+        None if there are no such lines.
         """
         text = self._text
         if not text.startswith(CONTROL, at):
@@ -250,7 +254,7 @@ class Parser:
         return _LineRun(b"".join(parts), first, at, begin, position, True) if at > first else None
 
     def _add_run(self, run: "_LineRun") -> tuple[int, int]:
-        """Add these lines, as whole lines or one by one; return where the text, and `received`, go on."""
+        """Add these lines, as a whole or one by one; return the next offset, and the next position in `received`."""
         text, at, end, begin, position, is_received = run
         batch, cuts = self._batch, self._cuts
         lines = batch.lines
@@ -271,13 +275,13 @@ class Parser:
             self._stops = True
             return (at, begin + done) if is_received else (at + done, position)
         if text and is_received:
-            cuts.pop()  # the last line is done together with the control lines
+            cuts.pop()  # the last line is done only with the control lines
         if not text or is_received:
             self._cut(end, position)
         return end, position
 
     def _add_one_by_one(self, run: "_LineRun") -> int:
-        """Add as many of these lines as a turn looks at; return how many bytes they are."""
+        """Add as many of these lines as a turn allows; return their size in bytes."""
         done = 0
         for line in run.text.split(b"\n")[:-1]:
             if self._looked >= TURN:
@@ -303,21 +307,21 @@ class Parser:
     # --- messages of a connection that waits for replies -------------------------------------------------------------
 
     def _messages(self, at: int, position: int, match: re.Match[bytes]) -> tuple[int, int] | None:
-        """Add or refuse the messages of this control line; None if it speaks of no such messages."""
+        """Add or refuse the messages of this control line; None if it names no valid messages."""
         connection, n, k, *piece, kind, name, after, right = match.groups()
         birth, start, stop = map(int, piece)
         first, count = int(n), int(k)
         if not self.source.has(birth, start, stop):
             return None
         low = max(start, position)
-        if low >= stop:  # an earlier block has taken them
+        if low >= stop:  # an earlier block has them all
             self._cut(match.end(), max(position, stop))
             return match.end(), max(position, stop)
         body = self.source.text(low, stop)
         left = record.count_lines(body)
         if left > count or (left < count and low == start):
             return None
-        first, count = first + count - left, left  # what an earlier block has taken may be overwritten by now
+        first, count = first + count - left, left  # the messages of an earlier block may be overwritten by now
         self._bytes += len(body)
         least = None if after is None else int(after) if first == int(n) else FOLLOWS
         origin = connection, kind or b"", name or b"", least, right is not None
@@ -325,14 +329,14 @@ class Parser:
         if taken < len(body):
             self._stops = True
             return at, low + taken
-        self._cuts.pop()  # the last message is done together with the control line
+        self._cuts.pop()  # the last message is done only with the control line
         self._cut(match.end(), stop)
         return match.end(), stop
 
     def _singles(self, at: int, position: int) -> tuple[int, int] | None:
-        """Add messages that adjoin in `received`, each of another control line, as one; None if not all are good."""
+        """Add adjoining messages in `received`, each of its own control line, together; None if not all are valid."""
         text, batch, end, low, ring = self._text, self._batch, at, position, b""
-        found: list[tuple[bytes, int, int, int]] = []  # connection, n, where its line and its message end
+        found: list[tuple[bytes, int, int, int]] = []  # connection, n, end of its control line, end of its message
         while len(found) < _SINGLES and low - position < TURN_BYTES and (match := SINGLE.match(text, end)):
             connection, n, birth, start, stop = match.groups()
             if int(start) != low or int(stop) <= low or (found and birth != ring):
@@ -355,7 +359,7 @@ class Parser:
         return end, low
 
     def _accept(self, body: bytes, origin: Origin, messages: tuple[int, int], place: tuple[int, int]) -> int:
-        """Add or refuse messages n… in `body`; return how many bytes of it were looked at."""
+        """Add or refuse messages n… in `body`; return how many of its bytes are done."""
         (connection, kind, name, after, reserved), (n, count), (at, low) = origin, messages, place
         lines, base = self._batch.lines, len(self._batch.lines)
         if self._acceptor.accept_all(body, kind, name, after, reserved):
@@ -383,7 +387,7 @@ class Parser:
 
 
 class _LineRun(namedtuple("_LineRun", ("text", "at", "end", "begin", "position", "is_received"))):
-    """Lines that nobody waits for: the staged text from `at` to `end` holds them, or the control lines that speak of
-    them; in `received` they lie from `begin` to `position`."""
+    """Lines that need no reply. The staged text from `at` to `end` has them, or has the control lines that name them;
+    then they lie in `received` from `begin` to `position`."""
 
     __slots__ = ()

@@ -1,9 +1,10 @@
-"""What a framer finds at its start: the ring, what is stored already, and the topics that exist or are about to.
+"""Framer start: opens the ring `framed`, and loads the dedupe table and the topics up to the next seq.
 
-Invariant   The ring and the WAL agree on the next seq, or the framer stops and says so. The dedupe table and the
-            catalog cover all records before the next seq: those in the WAL, and those in blocks that still wait in the
-            ring.
-Not covered A WAL that was changed while the ring lived: the two disagree, which stops the framer.
+Example: the WAL ends at seq 90 and two blocks 91-100 wait in the ring; the table then covers records 1-100.
+
+Invariant   The ring and the WAL agree on the next seq, or the framer stops and reports it. The dedupe table and the
+            catalog cover all records before the next seq: those in the WAL, and those in blocks that wait in the ring.
+Not covered A WAL that was changed while the ring existed: the two disagree, which stops the framer.
 """
 
 import os
@@ -23,11 +24,11 @@ from kmq.log.damage import DamageError
 from kmq.log.segment import last_line
 from kmq.message import record
 
-_UNROUTED = 1 << 20  # records searched for topics that are about to be made; more wait only if router.ckpt is missing
+_UNROUTED = 1 << 20  # records searched for new topics; more records wait only if router.ckpt is missing
 
 
 def open_ring(stage: Stage) -> RingWriter:
-    """Return the ring, new or as the last framer left it, checked against the WAL."""
+    """Return the ring, new or as the last framer left it. It is checked against the WAL."""
     data, is_synced = stage.settings.data, not stage.settings.fsync
 
     def next_after_wal() -> tuple[int, int]:
@@ -35,7 +36,7 @@ def open_ring(stage: Stage) -> RingWriter:
         return seq + 1, recv_ts
 
     ring = stage.open_ring("framed", next_after_wal)
-    waiting = ring.first_waiting_seq()  # before the WAL is read: a living durability moves both on
+    waiting = ring.first_waiting_seq()  # read this before the WAL: a running durability advances both
     in_wal = wal.last_numbered(data)[0]
     if in_wal >= ring.last.next_seq or (not ring.drops and in_wal + 1 < waiting):
         raise CorruptError(
@@ -47,16 +48,16 @@ def open_ring(stage: Stage) -> RingWriter:
 
 
 def waiting_blocks(ring: RingWriter) -> tuple[list[Block], int]:
-    """Return the blocks that still wait in the ring, and the last seq before them.
+    """Return the blocks that wait in the ring, and the last seq before them.
 
-    Look before the WAL is read: durability moves the blocks there.
+    Call this before reading the WAL, because durability moves blocks from the ring to the WAL.
     """
     blocks = [block for block in ring.waiting() if block.count]
     return blocks, (blocks[0].first_seq if blocks else ring.last.next_seq) - 1
 
 
 def remember(stage: Stage, ring: RingWriter, now: int) -> tuple[DedupeTable, bool]:
-    """Return the dedupe table up to the next seq, and whether producers.ckpt covered less than that."""
+    """Return the dedupe table up to the next seq, and whether producers.ckpt covered less."""
     settings = stage.settings
     table = DedupeTable(
         settings.producers, settings.producer_ttl, settings.dedupe_count, settings.dedupe_age, settings.kafka_producers
@@ -67,7 +68,7 @@ def remember(stage: Stage, ring: RingWriter, now: int) -> tuple[DedupeTable, boo
     except ValueError as err:
         seq, path = 0, dedupe_file.path(settings.data)
         stage.log.warn("producers_unreadable", file=path, reason=str(err), effect="it is removed and the WAL read")
-        os.unlink(path)  # records with the seqs that it covers may yet come, as other messages
+        os.unlink(path)  # other messages may yet get the seqs that it covers
     read = max(seq, wal.first_seq(settings.data) - 1)  # retention may have deleted records that no checkpoint covers
     for lines in read_wal(stage, read + 1, in_wal):
         table.absorb(lines, now)
@@ -79,18 +80,20 @@ def remember(stage: Stage, ring: RingWriter, now: int) -> tuple[DedupeTable, boo
     for block in waiting:
         if block.first_seq > seq:
             table.absorb(bytes(block.data), now)
+    if wal.first_seq(settings.data) > seq + 1:
+        table.assume_forgotten()
     return table, seq < ring.last.next_seq - 1
 
 
 def known_topics(stage: Stage, ring: RingWriter) -> tuple[Catalog, TopicRequests]:
-    """Return the topics that exist, and those that numbered records will make or change: in the WAL, and in the ring."""
+    """Return the topics that exist, and the numbered requests that the router has not carried out (WAL and ring)."""
     settings = stage.settings
 
     def routed_seq() -> int:
         return max(stage.page.rows["router"].seq, checkpoint.routed_seq(settings.data))
 
     def past_seq() -> int:
-        row_seq = stage.page.rows["router"].seq  # of another WAL, if it is ahead of this one
+        row_seq = stage.page.rows["router"].seq  # if it is ahead of this WAL, it is of another one
         return max(row_seq if row_seq < ring.last.next_seq else 0, checkpoint.routed_seq(settings.data))
 
     catalog = Catalog(
@@ -99,6 +102,7 @@ def known_topics(stage: Stage, ring: RingWriter) -> tuple[Catalog, TopicRequests
         may_create=settings.auto_create_topics == "on",
         routed_seq=routed_seq,
         spare_inodes=partial(spare_inodes, settings.data),
+        past_seq=past_seq,
     )
     numbered: dict[str, int] = {}
 

@@ -1,32 +1,36 @@
-"""Which topics a message may name: those that exist, and new ones up to KMQ_MAX_TOPICS if KMQ_AUTO_CREATE_TOPICS is on.
+"""Topic admission: decides which topics a message may name, and numbers the requests to change topics.
 
-The framer also puts a record into the WAL for each request to change a topic. Commands lay requests under topics/; the
+Example: message `orders.k|||x` is admitted if topic `orders` exists. If it does not, it is admitted only while there
+are fewer than KMQ_MAX_TOPICS topics and KMQ_AUTO_CREATE_TOPICS is on.
+
+For each request to change a topic the framer puts a record into the WAL. Commands write requests under topics/. The
 router removes a request after it has carried out its record (kmq/log/topic_changes.py).
 
-Owner       the framer asks before it numbers a message: a message with a seq is stored and routed, whatever the
-            settings say then.
-Invariant   A topic that is admitted counts until the router has made it. So messages never make more than
-            KMQ_MAX_TOPICS topics, nor more than the file system has inodes for: the router never waits for one, with
-            the lines of all others after it. `dead` is always admitted. A declared topic is never refused, but it
-            counts.
-            A request that waits gets a record. Records of one topic come in the order of the requests, and a record is
-            numbered only when the router is past the record before: so it names the incarnation that is in force then.
-            A request that was there before a line reached the framer is numbered before that line, unless another of
-            its topic is on its way, or there are thousands of topics.
+Owner       The framer decides before it numbers a message. A message with a seq is stored and routed, whatever the
+            settings are by then.
+Invariant   An admitted topic counts until the router has made it. So messages never make more than KMQ_MAX_TOPICS
+            topics, nor more than the file system has inodes for, and the router never blocks all lines to wait for a
+            topic. `dead` is always admitted. A declared topic is never refused, but it counts. A dead letter makes
+            <topic>.dlq of its topic whatever KMQ_AUTO_CREATE_TOPICS is.
+            A waiting request gets a record. Records of one topic come in the order of their requests. A record is
+            numbered only when the router is past the one before, so it names the incarnation that is in force then.
+            A request that was written before a line reached the framer is numbered before that line, unless another
+            one of its topic is in progress, or there are thousands of topics.
 Crash       A start finds the records that the router is not past in the WAL and in the ring (recovery.py).
-Dropped     The router is past a record and its request is still there: drop_oldest took it. It is numbered again.
+Dropped     If the router is past a record and its request is still there, drop_oldest dropped the record. The request
+            is numbered again.
 Mechanism   `known` begins with the directories under topics/ and the labels of records that are numbered but not
-            routed. An unknown name is looked up on disk again: one stat for its label; for declared names with a dot a
-            listing, which takes at most a tenth of the time. Deleted topics are forgotten by a listing too: one stat in
-            50 ms.
-Marks       `orders.eu.@.k` names exactly the topic `orders.eu`, and `orders.@3` a partition: the message is refused if
-            the topic does not have it. A block with marks passes as a whole if everything they name is known; otherwise
-            line by line.
-Cost        A block whose lines name some of the last _FEW topics is checked by the regular expression that looks at the
-            shape of its lines anyway. Otherwise one pass finds the labels of all lines (measured: 130 ns a line).
+            routed. An unknown name is looked up on disk: one stat for its label. A declared name with a dot needs a
+            listing, which takes at most a tenth of the time. Deleted topics are also noticed by a listing: one stat in
+            50 ms tells when it is needed.
+Marks       `orders.eu.@.k` names exactly the topic `orders.eu`, and `orders.@3` a partition. The message is refused if
+            the topic does not have it. A block with marks is accepted as a whole if all names in it are known, and
+            otherwise line by line.
+Cost        A block that names only some of the last _FEW topics is checked by the regular expression that also checks
+            the shape of its lines. Otherwise one pass finds the labels of all lines (measured: 130 ns a line).
             Requests cost one stat a turn. topics/ is listed if it has changed, and ten times a second while a request
             waits.
-Memory      One name per topic. Names that the router has never made (drop_oldest) are forgotten by the next listing.
+Memory      One name per topic. Names that the router has never made (drop_oldest) are forgotten at the next listing.
 """
 
 import os
@@ -38,33 +42,35 @@ from math import inf
 
 from kmq.broker.admission import TOPIC_INODES
 from kmq.log import deletions, topic_changes, topics
+from kmq.log.deleted_records import DeletedRecords
 from kmq.log.topic_changes import TopicChange, TopicRequest
 from kmq.message import record
 from kmq.message.record import Marked
 from kmq.message.routing import AnyTopic, Table, Topic, resolve
 
 _DEAD = record.MALFORMED.partition(b".")[0]
-_CHANGES = topic_changes.TOPIC.encode()  # the framer's own topic does not count
+_DLQ = record.DLQ.encode()
+_CHANGES = topic_changes.TOPIC.encode()  # the framer's own topic is not counted
 _LABELS = re.compile(rb"\n([A-Za-z0-9_-]+)")
 _KEYS = re.compile(rb"\n([^|\n]+)")
 # hot loop: one search for all lines
 _STORED_LABELS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([A-Za-z0-9_-]+)")
 _STORED_KEYS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([^|\n]+)")
-_FEW = 32  # most names in the pattern: it tries them one by one
-_LISTING, _COMPILING = 10, 100  # each takes at most one part in so many of the time
-_DELETED_LOOK_S = 0.05  # how often to look whether topics were deleted
+_FEW = 32  # most names in the pattern, which tries them one by one
+_LISTING, _COMPILING = 10, 100  # each takes at most this fraction of the time: 1/10, 1/100
+_DELETED_LOOK_S = 0.05  # how often to check whether topics were deleted
 
 
-Head = tuple[bytes, bytes | None]  # a topic, and the digits of a mark where there is one
+Head = tuple[bytes, bytes | None]  # a topic, and the digits of its mark, if there is one
 
 
 def _pattern(heads: list[bytes]) -> bytes:
-    """Return the pattern of any of these names; of two that begin alike the longer one comes first."""
+    """Return the pattern of any of these names. A longer name comes before its own beginning."""
     return b"(?:" + b"|".join(map(re.escape, sorted(heads, reverse=True))) + b")(?=[.|])"
 
 
 class _Sparing:
-    """A limit for work that is costly: it takes at most one part in `part` of the time, however often it is due."""
+    """A limit for costly work: it takes at most 1/`part` of the time, however often it is due."""
 
     def __init__(self, part: int) -> None:
         self._part, self._due = part, 0.0
@@ -91,13 +97,15 @@ class Catalog(AnyTopic):
         may_create: bool,
         routed_seq: Callable[[], int],
         spare_inodes: Callable[[], float] = lambda: inf,
+        past_seq: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`routed_seq`: the seq up to which the router has made all topics."""
+        """`routed_seq`: the router has made all topics up to this seq. `past_seq`: it is surely past this one."""
         self._data, self._most, self._may_create, self._routed_seq = data, most, may_create, routed_seq
         self._spare_inodes = spare_inodes
+        self._removed = DeletedRecords(data, past_seq)
         self.known: set[bytes] = set()
-        self._coming: dict[bytes, int] = {}  # admitted, not seen on disk: the last seq of a message that names it
-        self._dotted = Table()  # in force now, or from the message on that named it
+        self._coming: dict[bytes, int] = {}  # admitted, not seen on disk: the last seq that names it
+        self._dotted = Table()  # topics in force now, or from the message that named them on
         self._partitions: dict[bytes, int] = {}  # of topics that a mark has named
         self._listing, self._compiling = _Sparing(_LISTING), _Sparing(_COMPILING)
         self._few: frozenset[Head] = frozenset()
@@ -124,12 +132,12 @@ class Catalog(AnyTopic):
             if not self._may_take_new(len(unknown)):
                 return False
             self._count_in(unknown, next_seq + text.count(b"\n"))
-        if not any(name.startswith(b"__") for name in named):  # the pattern is for all senders
+        if not any(name.startswith(b"__") for name in named):  # the pattern is used for all senders
             self._expect(named, marks)
         return True
 
     def _forget_deleted(self) -> None:
-        """Forget deleted topics: a message that names one asks for a new topic, which may be refused."""
+        """Forget deleted topics. A message that names one needs a new topic, which may be refused."""
         self._look_at = time.monotonic() + _DELETED_LOOK_S
         changed_ns = deletions.changed_ns(self._data)
         if changed_ns != self._deleted_ns:
@@ -144,16 +152,33 @@ class Catalog(AnyTopic):
         if not is_known and not self._may_take_new() and self._listing.is_due:
             self._list()
             is_known = self._is_known(name, routing_key, seq)
-        if not is_known and not self._may_take_new():
-            return "too_many_topics" if self._may_create else "unknown_topic"
+        if not is_known and not (self._may_create or self._is_letter(name, line, seq)):
+            return "unknown_topic"
+        if not is_known and not self._has_room():
+            return "too_many_topics"
         if mark and not self._has_partition(mark):
             return "unknown_partition"
         if not is_known:
             self._count_in([name], seq)
         return ""
 
+    def begin(self) -> None:
+        self._removed.begin()
+
+    def has_deleted(self, routing_key: bytes, seq: int, is_exact: bool = True, is_same: bool | None = True) -> bool:
+        topic = resolve(self._dotted, routing_key, seq).topic
+        if not self._removed.has(topic.decode(), routing_key, seq, is_exact):
+            return False
+        if is_same:
+            return True
+        # Another record was stored under this id, perhaps in another topic.
+        then = self._removed.routing_key(seq) if is_exact else None
+        if then is None:
+            return is_same is None
+        return bool(resolve(self._dotted, then, seq).topic == topic)
+
     def _takes_mark(self, mark: tuple[bytes, bytes]) -> bool:
-        """Return True if topic and partition of a mark are known. Names with a dot are not looked up on disk."""
+        """Return True if the topic and partition of a mark are known. Names with a dot are not looked up on disk."""
         topic, digits = mark
         if b"." in topic:
             is_known = topic in self._dotted
@@ -163,7 +188,7 @@ class Catalog(AnyTopic):
         return is_known and self._has_partition(Marked(topic, number, None))
 
     def _has_partition(self, mark: Marked) -> bool:
-        """Return True if the topic has the partition of the mark. A topic that is not declared has one."""
+        """Return True if the topic has the partition of the mark. An undeclared topic has one partition."""
         wanted: int | None = mark.partition
         topic: bytes = mark.topic
         if wanted is None or wanted < self._partitions.get(topic, 1):
@@ -174,11 +199,20 @@ class Catalog(AnyTopic):
         return wanted < self._partitions.get(topic, 1)
 
     def _may_take_new(self, count: int = 1) -> bool:
+        return self._may_create and self._has_room(count)
+
+    def _has_room(self, count: int = 1) -> bool:
         has_inodes = TOPIC_INODES * (len(self._coming) + count) <= self._spare_inodes()
-        return self._may_create and has_inodes and len(self.known) + count <= self._most
+        return has_inodes and len(self.known) + count <= self._most
+
+    def _is_letter(self, name: bytes, line: bytes, seq: int) -> bool:
+        """Return True for a dead letter (kmq/message/letters.py) of a known topic, in <topic>.dlq."""
+        topic = name.removesuffix(_DLQ)
+        is_of_topic = topic != name and b";origin_topic=%b;" % topic in record.sent_fields(line).id
+        return is_of_topic and self._is_known(topic, topic, seq)
 
     def absorb(self, lines: bytes) -> None:
-        """Count the topics of numbered records, which may not have been made yet."""
+        """Count the topics of numbered records, which the router may not have made yet."""
         last_seq = record.seq_of(lines[lines.rfind(b"\n", 0, -1) + 1 :])
         labels = set(_STORED_LABELS.findall(lines))
         if b".@" in lines:
@@ -187,7 +221,7 @@ class Catalog(AnyTopic):
         self._count_in([label for label in new if not self._is_on_disk(label)], last_seq)
 
     def _is_known(self, name: bytes, routing_key: bytes, seq: int) -> bool:
-        """`name`: what the mark names, or the first label."""
+        """`name`: the name in the mark, or the first label."""
         if b"." in name:
             return name in self._dotted or self._is_declared(name, seq)
         if name in self.known or self._is_on_disk(name):
@@ -195,7 +229,7 @@ class Catalog(AnyTopic):
         return bool(self._dotted) and resolve(self._dotted, routing_key, seq).topic in self._dotted
 
     def _is_declared(self, name: bytes, seq: int) -> bool:
-        """Look up a topic with a dot in its name once more: a message that names it by a mark puts it in force."""
+        """Look up a topic with a dot in its name again. A message that names it by a mark puts it in force."""
         text = name.decode()
         if not os.path.isdir(f"{self._data}/topics/{text}"):
             return False
@@ -205,7 +239,7 @@ class Catalog(AnyTopic):
         return True
 
     def _is_on_disk(self, name: bytes) -> bool:
-        """Look up a topic once more: it may have been declared. A name with a dot counts only once it is in force."""
+        """Look up a topic again: it may have been declared. A name with a dot counts only once it is in force."""
         if b"." in name or not os.path.isdir(f"{self._data}/topics/{name.decode()}"):
             return name in self.known
         self.known.add(name)
@@ -220,22 +254,22 @@ class Catalog(AnyTopic):
                 self._dotted[name] = Topic(name.decode(), 1, seq)
 
     def _expect(self, named: set[bytes], marks: set[tuple[bytes, bytes]]) -> None:
-        """Add the names and marks of this block to the pattern; if that are too many, look only for these."""
+        """Add the names and marks of this block to the pattern; if that is too many, let it find only these."""
         heads = {(name, None) for name in named} | marks
         if heads <= self._few or len(heads) > _FEW or not self._compiling.is_due:
             return
         together = self._few | heads
         self._few = frozenset(together if len(together) <= _FEW else heads)
         with self._compiling.measured():
-            # Behind a name alone there may be a mark that nobody has looked at, hence no @ there.
+            # A mark that was not checked may follow a bare name, hence no @ there.
             names = _pattern([topic for topic, digits in self._few if digits is None]), b"@"
             asked = [b"%b.@%b" % (topic, digits) for topic, digits in self._few if digits is not None]
             self._shape = record.Shape(*([(_pattern(asked), b"")] if asked else []), names)
 
     def _list(self) -> None:
-        """List the topics: for names with a dot, and to forget names that were never made."""
+        """List the topics, to find names with a dot, and to forget names that were never made."""
         with self._listing.measured():
-            routed = self._routed_seq()  # first: what it covers has its directory when we look
+            routed = self._routed_seq()  # read this first: topics up to it have their directories in the listing
             names = topics.names(self._data)
             dotted = [Topic(name, parts, since) for name, parts, since in self._declared(names) if since is not None]
             coming = self._dotted
@@ -258,21 +292,21 @@ class Catalog(AnyTopic):
 _WAITING_S = 0.1  # between two looks while a request waits for the router
 _REQUESTS_LOOK_S = 1.0  # between two looks in any case
 _COARSE_NS = 50_000_000  # two changes of a directory within this time may have the same mtime
-_MANY, _PART = 2000, 10  # with more topics the listings take at most one part in so many of the time
+_MANY, _PART = 2000, 10  # with more topics, listings take at most 1/10 of the time
 
 
 class TopicRequests:
-    """The requests that wait, and which of them have a record on its way to the router."""
+    """The waiting requests, and the records of those in progress."""
 
     def __init__(self, data: str, routed_seq: Callable[[], int], numbered: dict[str, int]) -> None:
-        """`routed_seq`: what the router is past. `numbered`: request → seq of the records that it is not past."""
+        """`routed_seq`: the router is past this. `numbered`: request → seq of its record, for those after that."""
         self._data, self._routed_seq, self._numbered = data, routed_seq, numbered
         self._directory = f"{data}/topics"
         self._seen_ns = 0  # mtime of topics/ when it was listed
         self._due = self._not_before = 0.0
 
     def due(self) -> list[TopicChange]:
-        """Return the changes to be numbered now, in order. Call `numbered` for each of them."""
+        """Return the changes to number now, in order. Call `numbered` for each of them."""
         now = time.monotonic()
         try:
             found = os.stat(self._directory)
@@ -281,7 +315,7 @@ class TopicRequests:
         mtime = found.st_mtime_ns
         if (mtime == self._seen_ns and now < self._due) or now < self._not_before:
             return []
-        routed = self._routed_seq()  # first: what it is past is removed when we look
+        routed = self._routed_seq()  # read this first: requests up to it are gone from the listing
         waiting = [request for request in topic_changes.waiting(self._data) if request.is_recorded]
         self._seen_ns = mtime if abs(time.time_ns() - mtime) > _COARSE_NS else 0
         self._due = now + (_WAITING_S if waiting else _REQUESTS_LOOK_S)
@@ -290,7 +324,7 @@ class TopicRequests:
         return changes
 
     def _next(self, found: list[TopicRequest], routed: int) -> list[TopicChange]:
-        """Return the oldest change of each topic that has none on its way."""
+        """Return the oldest change of each topic that has no change in progress."""
         self._numbered = {each.name: self._numbered[each.name] for each in found if each.name in self._numbered}
         busy = {each.topic for each in found if self._numbered.get(each.name, 0) > routed}
         changes = []
@@ -306,11 +340,11 @@ class TopicRequests:
         return changes
 
     def numbered(self, change: TopicChange, seq: int) -> None:
-        """Note that the record of a change is in the ring."""
+        """Remember that the record of a change is in the ring."""
         self._numbered[change.request] = seq
 
     def _incarnation(self, topic: str) -> int | None:
-        """Return the from_seq of a topic in force, 0 if there is none; None: the router is about to say."""
+        """Return the from_seq of the topic in force, 0 if it does not exist; None while the router decides."""
         declared = topics.read(self._data, topic)
         if declared.is_guessed:
             return None

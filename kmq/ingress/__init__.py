@@ -1,4 +1,4 @@
-"""What the stage ingress is made of, from its loop down to the bytes of one connection.
+"""Ingress: receives lines from clients and hands them to the framer. From its loop down to the bytes of a connection.
 
 loop.py         the event loop: what it waits for, what it does once a second, and how it ends
 ports.py        the listeners; connections of the ack port; producers accepted, or turned away

@@ -1,22 +1,24 @@
-"""One producer's connection: what it may send, the line it has not finished, its replies, and its end.
+"""Connection: one producer's connection: its phase, its unfinished line, its replies, and its end.
 
-    phase      reads it                           an unfinished line, when the connection ends
-    GREETING   always                             is refused, and kept nowhere: it may be a hello with a token
+Example: after `!hello acks=1` a connection is ACKED; its first message gets the reply `!ack 1 <seq>`.
+
+    phase      is read                            an unfinished line, when the connection ends
+    GREETING   always                             is refused and not kept: it may be a hello with a token
     PLAIN      only while messages are accepted   becomes dead.malformed
-    ACKED      always: refused messages are told  is refused: no_newline
+    ACKED      always: a refusal is a reply       is refused: no_newline
     CLOSING    never; it only gets its replies    -
 
-GREETING becomes PLAIN by a first line that is no hello, or by one with acks=0, and ACKED by a hello with acks=1. A
-connection of an intake (intakes.py) is PLAIN from the start: its first line is a message like all others. Every phase
-becomes CLOSING when nothing more will be received. A `sender` numbers the messages: every connection has one
-whose hello asked for replies or for deduplication.
+GREETING becomes PLAIN at a first line that is not a hello, or at a hello with acks=0, and ACKED at a hello with acks=1.
+A connection of an intake (intakes.py) is PLAIN from the start: its first line is an ordinary message. Every phase
+becomes CLOSING when nothing more will be received. A `sender` numbers the messages. Every connection has one whose
+hello asked for replies or for deduplication.
 
 Invariant   Replies go out in the order of the messages, each once. After the first refused message every later one is
             refused too, so a producer that sends the rest again on a new connection stores nothing out of order.
-            A connection ends in order only if the FIFO speaks of every whole line that was read from it, or it was
-            answered. Every other end is a reset, also if ingress is killed: SO_LINGER makes the kernel send one.
+            A connection ends in order only if each whole line that was read from it is in the FIFO, or was answered.
+            Every other end is a reset, even if ingress is killed: SO_LINGER makes the kernel send one.
 Memory      A producer that leaves more than MAX_PENDING bytes of replies unread, or has more than MAX_UNANSWERED
-            messages without a reply, is not read. Refused messages are only counted; their replies are written
+            messages without a reply, is not read. Refused messages are only counted. Their replies are written
             REFUSALS_BYTES at a time, as the producer reads them.
 """
 
@@ -35,23 +37,23 @@ TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would
 if TYPE_CHECKING:
     from kmq.broker.tls import TlsSocket
     from kmq.ingress.hello import Hello, Unit
-    from kmq.ingress.intakes import RawPort
+    from kmq.ingress.intakes import Frames, RawPort
     from kmq.wire.attempts import Attempt
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
 
-REFUSALS_BYTES = 16 * KIB  # of `!err` replies that are made before the producer reads those before them
+REFUSALS_BYTES = 16 * KIB  # of `!err` replies made in advance, before the producer reads the earlier ones
 LAST = b"!last "  # begins the reply to a question for the last id of a name
 
 
 class PendingReplies:
-    """What a producer was told about its messages, and what it still has to be told.
+    """The replies that a producer got, and those that it is still owed.
 
     taken       messages received
     passed      of these, the messages that were handed over; the messages after them were refused here
     answered    messages whose reply is in `pending`, or was sent already: answered <= taken
-    questions   the questions for a last id that have no reply: for each, how many messages came before it
+    questions   the questions for a last id without a reply: for each, how many messages came before it
     """
 
     __slots__ = (
@@ -64,11 +66,11 @@ class PendingReplies:
         self.questions: deque[int] = deque()
         self.told = 0  # questions that have their reply
         self.taken = self.passed = self.answered = 0
-        self.refusal = b""  # code and reason why nothing more is taken; b"": messages are taken
+        self.refusal = b""  # code and reason why messages are refused; b"": they are accepted
         self.pending = bytearray()  # replies that the socket has not taken yet
-        # One train of messages at a time is timed: its last message, and when it was read; 0.0: none is.
+        # One train of messages at a time is timed: its last message, and when it was read; 0.0: no train.
         self.train_end, self.train_at = 0, 0.0
-        self.counted = 0  # how many bytes of `pending` the budget of all connections knows of
+        self.counted = 0  # bytes of `pending` that the budget of all connections includes
 
     def expect(self, hello: "Hello") -> None:
         """Remember what the producer asked for."""
@@ -85,7 +87,7 @@ class PendingReplies:
         """Add the reply to the messages from `first` on, or to question `first`. Return False if an earlier one is missing."""
         is_last, done, questions = text.startswith(LAST), self.answered, self.questions
         if (first < self.told or not questions) if is_last else first <= done:
-            return True  # repeated by a durability that was killed in between
+            return True  # sent again, because durability was killed in between
         if (len(questions) > 0 and questions[0] == done) is not is_last:
             return False
         if first != (self.told if is_last else done + 1):
@@ -100,12 +102,12 @@ class PendingReplies:
         return True
 
     def refuse(self, count: int) -> None:
-        """Refuse `count` more messages; the producer is told when all messages before them have their replies."""
+        """Refuse `count` more messages. The producer gets the refusals after the replies to all earlier messages."""
         self.taken += count
         self.write_refusals()
 
     def write_refusals(self) -> None:
-        """Write refusals once everything that was passed on is answered, as fast as the producer reads them."""
+        """Write refusals once everything that was handed over is answered, as fast as the producer reads them."""
         if not self.refusal or self.answered < self.passed or self.questions:
             return
         if not self.acks:
@@ -115,7 +117,7 @@ class PendingReplies:
             self.pending += b"!err %d %b\n" % (self.answered, self.refusal)
 
     def follow(self, before: bytes, refusal: bytes) -> None:
-        """Take over a change of the admission, unless messages were refused already: the rest must be refused too."""
+        """Use a new refusal of the gate, unless messages were refused already: then the rest must be refused too."""
         if (self.acks and not self.refusal) or (self.refusal == before and self.taken == self.passed):
             self.refusal = refusal
 
@@ -143,6 +145,8 @@ class Connection:
 
     __slots__ = (
         "attempt",
+        "by_lines",
+        "frames",
         "interest",
         "length",
         "partial",
@@ -155,6 +159,7 @@ class Connection:
         "sender",
         "sock",
         "spares",
+        "speaks",
         "tls",
         "unfinished_since",
         "unit",
@@ -166,31 +171,43 @@ class Connection:
     ) -> None:
         self.sock, self.peer = sock, peer
         self.tls = tls  # the same socket, if it is a TLS socket
-        self.raw = raw  # the intake to which it came
+        self.raw = raw  # the intake that it connected to
         self.phase = GREETING if raw is None else PLAIN
+        # From its first line: "" lines, or HTTP or TLS (kmq/wire/foreign.py), which is ended. None: not known yet.
+        self.speaks: str | None = None
+        self.by_lines = raw is None  # each message ends with a newline; at an intake the first bytes decide
+        self.frames: Frames | None = None  # if not, how they end
         self.partial = bytearray()  # at most max_line + 1 bytes of the unfinished line
-        self.length = 0  # of the unfinished line, with the bytes that are not kept
-        # A unit that has begun: `partial` is what has come of it, and `length` counts its first line too.
+        self.length = 0  # of the unfinished line, including bytes that are not kept
+        # The unit in progress: `partial` has its bytes so far, and `length` counts its first line too.
         self.unit: Unit | None = None
         self.sender: Sender | None = None
         self.producer = b""  # its name, if it has one
-        self.attempt: Attempt | None = None  # which one of its program it is, if it says so
-        self.spares = False  # it may use the reserve of a full disk
+        self.attempt: Attempt | None = None  # which connection of its program this is, if it says so
+        self.spares = False  # it may use the disk's reserve
         self.replies = PendingReplies()
-        self.interest = select.EPOLLIN  # what the epoll of the producers waits for
-        # For the deadlines (limits.py), by their clock:
-        self.was_active = True  # has sent something, or taken a reply, since the last sweep
+        self.interest = select.EPOLLIN  # events for which the producers' epoll waits
+        # For the deadlines, on their clock (limits.py):
+        self.was_active = True  # has sent data or read a reply since the last sweep
         self.quiet_since = 0.0
         self.unfinished_since = 0.0  # 0: no sweep has seen this line, or handshake, unfinished
 
     def may_receive(self, refusal: bytes) -> bool:
-        """Return True if more may be read now. `refusal`: that of all connections (limits.py), b"" if there is none."""
+        """Return True if more may be read now. `refusal`: the gate's (limits.py); b"" if there is none."""
         phase = self.phase
         if phase == CLOSING or (refusal and phase == PLAIN):
             return False
         replies = self.replies
         unanswered = replies.taken - replies.answered + len(replies.questions)
         return len(replies.pending) <= MAX_PENDING and unanswered <= MAX_UNANSWERED
+
+    def begins_plain(self) -> bool:
+        """Return True if the first byte is there and begins no hello. With TLS a byte cannot be peeked at."""
+        if self.tls is not None:
+            return False
+        with contextlib.suppress(OSError):
+            return self.sock.recv(1, socket.MSG_PEEK) not in (b"!", b"")
+        return False
 
     @property
     def is_unfinished(self) -> bool:
@@ -201,7 +218,7 @@ class Connection:
 
     @property
     def is_done(self) -> bool:
-        """Return True if nothing more will be received and every reply is sent."""
+        """Return True if no more will be received and every reply is sent."""
         return self.phase == CLOSING and self.replies.is_complete
 
     def send_replies(self) -> bool:
@@ -222,7 +239,7 @@ class Connection:
 
 
 class ConnectionTable:
-    """All connections that are not over: by descriptor, by the name that their replies carry, by producer name.
+    """All open connections: by descriptor, by the name that their replies carry, by producer name.
 
     Iterating over the table gives every connection once.
     """
@@ -239,20 +256,20 @@ class ConnectionTable:
         return iter(self._by_fd.values())
 
     def add(self, connection: Connection) -> None:
-        """Enter a new connection, which nobody has named yet."""
+        """Add a new connection, which has no name yet."""
         self._by_fd[connection.sock.fileno()] = connection
 
     def give_name(
         self, connection: Connection, sender: Sender, producer: bytes, attempt: "Attempt | None" = None
     ) -> None:
-        """Make the connection known by the name of its replies, and by that of its producer unless that is b""."""
+        """Enter the connection under the name of its replies, and under its producer name unless that is b""."""
         connection.sender, connection.producer, connection.attempt = sender, producer, attempt
         self._by_sender[sender.name] = connection
         if producer:
             self._by_producer[producer] = connection
 
     def remove(self, connection: Connection) -> None:
-        """Forget the connection under all its names. Its socket must still be open."""
+        """Remove the connection with all its names. Its socket must still be open."""
         del self._by_fd[connection.sock.fileno()]
         if connection.sender is not None:
             del self._by_sender[connection.sender.name]
@@ -268,13 +285,13 @@ class ConnectionTable:
         return self._by_sender.get(name)
 
     def later_attempt(self, hello: "Hello") -> "Attempt | None":
-        """Return the attempt that has the producer name, if it is a later one than this, of the same run."""
+        """Return the attempt that has the producer name, if it is later than this hello's, and of the same run."""
         holder, this = self._by_producer.get(hello.producer), hello.attempt
         last = holder.attempt if holder is not None else None
         return last if this and last and this.is_before(last) else None
 
     def take_producer(self, producer: bytes) -> Connection | None:
-        """Take the producer name away from the connection that has it, and return that connection."""
+        """Take the producer name from the connection that has it, and return that connection."""
         connection = self._by_producer.pop(producer, None)
         if connection is not None:
             connection.producer = b""
@@ -282,7 +299,7 @@ class ConnectionTable:
 
     @property
     def unanswered(self) -> int:
-        """Messages that were received and have no reply yet."""
+        """Received messages without a reply."""
         return sum(each.replies.taken - each.replies.answered for each in self._by_sender.values())
 
     @property
@@ -299,12 +316,12 @@ _KEPT = 16  # refused sockets that stay open for a moment
 
 
 def reset_on_close(sock: socket.socket) -> None:
-    """Make every end of this connection a reset, until `close_in_order`."""
+    """Make every end of this connection a reset, until `close_in_order` is called."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
 
 
 def close_in_order(connection: Connection) -> None:
-    """End a connection of whose whole lines the FIFO speaks."""
+    """End a connection in order. All its whole lines must be in the FIFO."""
     if connection.tls is not None:
         connection.tls.say_end()
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ORDERLY)
@@ -312,7 +329,7 @@ def close_in_order(connection: Connection) -> None:
 
 
 class Farewells:
-    """Refused connections that were told why.
+    """Refused connections that have their `!err` reply.
 
     Up to 16 of them stay open until the sweep after the next one. An immediate reset would discard the `!err` before
     the producer reads it.
@@ -323,7 +340,7 @@ class Farewells:
         self._older: list[socket.socket] = []
 
     def refuse(self, sock: socket.socket, reply: bytes) -> None:
-        """Send `reply`, then reset the connection: an orderly end would say that its lines were handed over."""
+        """Send `reply`, then reset the connection. An orderly end would mean that its lines were handed over."""
         with contextlib.suppress(OSError):
             sock.send(reply)
         if len(self._recent) < _KEPT:
@@ -332,7 +349,7 @@ class Farewells:
             sock.close()
 
     def sweep(self) -> None:
-        """Close what was refused before the last sweep."""
+        """Close the connections that were refused before the last sweep."""
         for sock in self._older:
             sock.close()
         self._older, self._recent = self._recent, []

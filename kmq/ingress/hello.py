@@ -1,33 +1,41 @@
-"""The lines in which a connection speaks of itself and its messages: the hello, and the first line of a unit.
+"""Control lines of a connection: the hello, and the first line of a unit. Example: `!hello acks=1 producer=a last=?`.
 
-    !hello acks=0|1|all [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [shard=?]
-           [reserved=1|spare] [token=<token>]
+!hello acks=0|1|all [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [shard=?]
+       [reserved=1|spare] [epoch=<n>] [token=<token>]
 
-    producer    ids are decimal numbers that increase over all connections of that name
-    attempt     which connection of a program this is: an earlier one of the same run, which arrives late, is refused
-                instead of fencing the newer one (kmq/wire/attempts.py)
-    window      ids are text of 1 to 256 bytes and remembered for a while; the gateway uses it for gRPC's message_id
+producer    ids are decimal numbers that increase over all connections of that name
+    attempt     which connection of a program this is. An earlier attempt of the same run that arrives late is
+                refused, and does not fence the newer one (kmq/wire/attempts.py)
+    window      ids are text of 1 to 256 bytes, remembered for a while; the gateway uses it for gRPC's message_id
     neither     messages are acknowledged, and stored as often as they are sent
-    last=?      with acks and a producer: a line `!last <id>` before the first reply says the last id stored of this
-                name (0: the name is unknown), so that a restarted program can resume there
-    shard=?     a line `!shard <lineage> <host:port>…` after `!ok` says which records these are, and where the brokers of
-                the shard take lines, so that a client knows which of its addresses are one shard's; `!shard` without one
-    reserved=1  with acks and the pod's local token: messages may name the topics of KMQ itself (`__…`), and the
-                producer's name may be one of KMQ's own. It must be asked for: the gateway shows that token for its clients
+    last=?      with acks and a producer: asks for a line `!last <id>` before the first reply, with the last stored
+    id of
+                this name (0: unknown name), so that a restarted program can resume there
+    shard=?     asks for a line `!shard <lineage> <host:port>…` after `!ok`. It names the records, and the addresses
+    where
+                the brokers of the shard take lines, so a client knows which of its addresses are one shard's.
+                Without a shard the line is `!shard`
+    reserved=1  with acks and the pod's local token: messages may name KMQ's own topics (`__…`), and the producer's
+    name
+                may be one of KMQ's own. It must be requested, because the gateway shows that token for its clients
                 too, and must not lend them this right
-    reserved=spare  the same, and its messages are accepted also while the disk is full or the quota reached, out of the
-                reserve that is kept for messages on their way. It sends few and short ones, by which room becomes free
+    reserved=spare  the same, and its messages are accepted even while the disk is full or the quota reached. They
+    use the
+                reserve for messages in flight. Only for few and short messages that lead to free room
+    epoch=<n>   for the gateway: only the broker that leads its shard in this epoch may accept the connection. This
+    is
+                checked first. A deposed broker passes connections on to its successor, which refuses it: no_leader
 
     !unit <lines> <bytes> [p=<name> [after=<id>]]
 
-After reserved=1 only: so many lines follow, in exactly so many bytes. They are handed over as one piece, so they get
-consecutive seqs whoever else writes. `p` is the producer of this unit, else it is that of the connection. Where `after`
-is given, the framer refuses all of it (`id_gap`) unless that id of the producer, or a later one, is stored, and each
-line but the first unless the id before its own is: their ids have no gap. A unit of 0 lines asks for the last id of the
-name, as `last=?` does.
+After reserved=1 only: this many lines follow, in exactly this many bytes. They are handed over as one piece, so
+they get consecutive seqs whatever other clients write. `p` is the producer of this unit; the default is that of the
+connection. With `after` the framer refuses the whole unit (`id_gap`) unless that id of the producer, or a later
+one, is stored. It refuses each further line unless the id before its own is stored, so the ids of a unit have no
+gap. A unit of 0 lines asks for the last id of the name, as `last=?` does.
 
-An id ends at the first `;`, where the headers begin: `a`, `a;x=1` and `a;y=2` are one id. Clients that accept any text
-as an id percent-encode `%`, `|`, `;`, spaces and control characters in it, as kmq.Producer and the gateway do.
+An id ends at the first `;`, where the headers begin: `a`, `a;x=1` and `a;y=2` are one id. Clients that accept any
+text as an id percent-encode `%`, `|`, `;`, spaces and control characters in it, as kmq.Producer and the gateway do.
 """
 
 import re
@@ -35,6 +43,7 @@ from collections import namedtuple
 
 from kmq.config.values import KIB
 from kmq.message.ids import KAFKA_NAME, NAME_PATTERN, OWN_NAME
+from kmq.wire import refusals
 from kmq.wire.attempts import Attempt, attempt_of
 
 MAX_BYTES = 4096  # of either line
@@ -42,12 +51,13 @@ UNIT_BYTES = (
     64 * KIB
 )  # that a unit may have beside the longest line: so it goes into `received` in one piece (received.py)
 _NAME = re.compile(NAME_PATTERN.encode())
-_FIELDS = (b"acks", b"producer", b"attempt", b"window", b"last", b"shard", b"reserved", b"token")
+_EPOCH = re.compile(rb"\d{1,18}")
+_FIELDS = (b"acks", b"producer", b"attempt", b"window", b"last", b"shard", b"reserved", b"epoch", b"token")
 _USAGE = (
     "expected: !hello acks=0|1|all [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [shard=?]"
-    " [reserved=1|spare] [token=<token>]"
+    " [reserved=1|spare] [epoch=<n>] [token=<token>]"
 )
-# The names of KMQ's own producers: no stranger may fence them, or send in their name.
+# The names of KMQ's own producers: no other client may fence them, or send under their names.
 _OWN = re.compile(f"{OWN_NAME}|{KAFKA_NAME}".encode())
 
 
@@ -56,9 +66,9 @@ class HelloRefused(Exception):
 
 
 class Hello:
-    """What a producer asked for."""
+    """The options that a producer asked for."""
 
-    __slots__ = ("acks", "asks_last", "asks_shard", "attempt", "producer", "reserved", "spare", "tag", "token")
+    __slots__ = ("acks", "asks_last", "asks_shard", "attempt", "epoch", "producer", "reserved", "spare", "tag", "token")
 
     def __init__(
         self,
@@ -71,11 +81,13 @@ class Hello:
         reserved: bool = False,
         spare: bool = False,
         attempt: Attempt | None = None,
+        epoch: int | None = None,
     ) -> None:
         self.acks, self.producer, self.token, self.attempt = acks, producer, token, attempt
         self.asks_last, self.asks_shard = asks_last, asks_shard
-        self.reserved = reserved  # it wants to write to reserved topics
-        self.spare = spare  # and to the reserve of the disk
+        self.reserved = reserved  # may write to reserved topics
+        self.spare = spare  # may use the disk's reserve
+        self.epoch = epoch  # the broker must lead its shard in this epoch; None: no such condition
         self.tag = b"p=" + producer if producer else b"w=" + window if window else b""
 
 
@@ -110,6 +122,8 @@ def parse(line: bytes) -> Hello:
         raise HelloRefused("bad_hello last= must be ? and needs acks=1 and producer=")
     if fields.get(b"shard", b"?") != b"?":
         raise HelloRefused("bad_hello shard= must be ?")
+    if b"epoch" in fields and not _EPOCH.fullmatch(fields[b"epoch"]):
+        raise HelloRefused("bad_hello epoch= must be a number of at most 18 digits")
     reserved = b"reserved" in fields
     if reserved and (fields[b"reserved"] not in (b"1", b"spare") or acks == b"0"):
         raise HelloRefused("bad_hello reserved= must be 1 or spare and needs acks=1")
@@ -125,7 +139,14 @@ def parse(line: bytes) -> Hello:
         reserved=reserved,
         spare=fields.get(b"reserved") == b"spare",
         attempt=attempt,
+        epoch=int(fields[b"epoch"]) if b"epoch" in fields else None,
     )
+
+
+def check_epoch(hello: Hello, epoch: int | None) -> None:
+    """Raise HelloRefused if the connection is meant for the leader of another epoch than ours."""
+    if hello.epoch not in (None, epoch):
+        raise HelloRefused(refusals.reason("no_leader", f"this broker does not lead in epoch {hello.epoch}"))
 
 
 # --- unit ------------------------------------------------------------------------------------------------------------
@@ -134,7 +155,7 @@ _UNIT = re.compile(rb"!unit (\d{1,9}) (\d{1,9})(?: p=((%b)(?: after=\d{1,18})?))
 
 
 class Unit(namedtuple("Unit", ("lines", "nbytes", "producer", "origin"))):
-    """What the first line of a unit says. `producer`: b"" if it names none; `origin`: with `after=`, for the framer."""
+    """The first line of a unit, parsed. `producer`: b"" if not named; `origin`: with `after=`, for the framer."""
 
     __slots__ = ()
 

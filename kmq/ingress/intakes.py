@@ -1,23 +1,31 @@
-"""Intakes: ports to which each raw line is a message of one topic (KMQ_INTAKES), for programs that only have lines.
+"""Intakes: ports where each raw line is a message of one topic (KMQ_INTAKES), for programs that can only send lines.
 
     a line                    app|||<line>
-    one with a NUL, or empty  app||;enc=b64|<base64>    as typed clients write it: a message has no NUL, and an empty
-                                                        payload would be null
-    over KMQ_MAX_LINE         dead.malformed with reason=too_long, its length, the topic, and its first bytes; the
-    no newline at the end     rest is skipped. With reason=no_newline: it may have been cut. The limit is of the message
-    no JSON value             dead.malformed with reason=not_json and the line, where the entry ends with `:json`
+        one with a NUL, or empty  app||;enc=b64|<base64>    as typed clients write it: a message has no NUL, and an
+        empty
+                                                            payload would be null
+        over KMQ_MAX_LINE         dead.malformed with reason=too_long, its length, the topic, and its first bytes; the
+        no newline at the end     rest is skipped. With reason=no_newline: it may have been cut. The limit is of the
+        message not a JSON value          dead.malformed with reason=not_json and the line, if the entry ends with
+        `:json`
 
-The head comes before all lines of a receive at once, here, so that the framer and everything after it see messages as
-from any producer. A datagram is one or more lines, the last of which may lack its newline.
+The head is put before all lines of a receive at once, here, so the framer and all later stages see ordinary messages.
+A datagram is one or more lines. The last one may lack its newline, or end in NUL.
 
-Invariant   What a line says never names a topic: the head does, and ends before the line. A topic with a dot in its name
-            has a mark (`app.web.@`), so that no other declared topic changes what the head means.
-            Where KMQ_INTAKES_FROM is set, nothing is taken from an address that it does not have. Nobody is answered.
-Memory      A receive is so small that its messages take at most _WRAPPED_BYTES, if it is nothing but newlines. So is what
-            a turn takes of the datagrams, but for the last of them. A line of JSON is checked by parsing it, alone, which
-            takes up to some 30 times its bytes for a moment.
-Not covered Datagrams: the kernel drops those that ingress does not read in time, and all while messages are refused. They
-            are counted. The address of a datagram is what its sender says it is.
+Framing     The first bytes of a connection say how its messages end: with a newline; after a count of octets (RFC
+            6587), `<digits> <`; or in NUL, as those of Python's SysLogHandler and of GELF. See `framing_of`. A message
+            with a newline in it, which only the latter two can have, is stored as base64.
+Invariant   A line never names a topic: the head does, and ends before the line. A topic with a dot in its name
+            has a mark (`app.web.@`), so that no other declared topic changes the meaning of the head.
+            With KMQ_INTAKES_FROM, data from any other address is refused. Intakes never reply.
+Memory      A receive is so small that its messages take at most _WRAPPED_BYTES even if it is all newlines. The
+            datagrams of a turn have the same limit, except for the last one. A JSON line is checked by parsing it
+            alone, which briefly takes up to about 30 times its bytes.
+Not covered Datagrams: the kernel drops those that ingress does not read in time, and all while messages are refused.
+They
+            are counted. The address of a datagram is the one that its sender claims.
+            A first message that ends in NUL and begins neither as syslog nor as JSON waits for the next one, or the
+            end. A first line of syslog or JSON with a NUL in it is taken to end there if no later byte has arrived yet.
 """
 
 import os
@@ -25,7 +33,7 @@ import re
 import socket
 import struct
 from binascii import b2a_base64
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -55,7 +63,7 @@ Part = bytes | bytearray | memoryview
 
 
 class RawPort:
-    """One intake: what goes before its lines, and what it has counted."""
+    """One intake: the head of its lines, and its counters."""
 
     def __init__(self, spec: IntakePort, max_line: int, sock: socket.socket) -> None:
         topic = spec.topic.encode()
@@ -71,11 +79,12 @@ class RawPort:
         longest = letter(self, "not_json", b"", 0) if self.json else self.encoded + b"\n"  # of an empty line
         self.receive_bytes = max(LEAST_BYTES, min(self.max_line, _WRAPPED_BYTES // len(longest)))
         self.lines = self.bytes = self.connections = self.refused = 0
+        self.wrong = 0  # lines that became dead letters
         self.known: dict[str, bool] = {}  # address → whether it may send
 
 
 def check_topics(settings: Settings) -> None:
-    """Raise ConfigError for an intake of a topic that nobody has declared, if messages make no topics."""
+    """Raise ConfigError for an intake of an undeclared topic, if messages may not create topics."""
     if settings.auto_create_topics == "on":
         return
     for spec in settings.intakes:
@@ -89,14 +98,22 @@ def check_topics(settings: Settings) -> None:
 # --- lines -----------------------------------------------------------------------------------------------------------
 
 
-def wrapped(raw: RawPort, parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
-    """Yield the messages of whole lines as pieces (`_cut`); count the lines."""
+def messages(raw: RawPort, parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
+    """Yield messages for whole lines, as pieces (`_cut`). Dead letters of lines that are not JSON come before them."""
+    if raw.json is not None:
+        parts, wrong = split_json(raw.json, parts)
+        yield from _letters(raw, wrong, most)
+    yield from _wrapped(raw, parts, most)
+
+
+def _wrapped(raw: RawPort, parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
+    """Yield the messages of whole lines as pieces; count the lines."""
     lines = b"".join((b"\n", *parts))  # with a newline before each line and after the last
     text = lines[:-1].replace(b"\n", raw.between) + b"\n"
     raw.bytes += len(lines) - 1
     raw.lines += (len(text) - len(lines)) // len(raw.head)
     if text.rfind(raw.nothing) >= 0:  # found sooner from the end: its first byte is rarer than its last ones
-        for _ in range(2):  # twice: of two that follow each other the newline between them belongs to one
+        for _ in range(2):  # twice, because two matches in a row share the newline between them
             text = text.replace(raw.nothing, raw.empty)
     if 0 in lines:
         text = raw.with_nul.sub(partial(_encoded, raw), text)
@@ -112,8 +129,8 @@ def _cut(text: bytes, done: int, most: int) -> Iterator[list[Part]]:
 
 
 def _json_decoder() -> "JSONDecoder":
-    """Return what refuses NaN and its like too, and whole numbers of over 4,300 digits, as Python and so HTTP does."""
-    from json import JSONDecoder  # only where there is such an intake
+    """Return a decoder that also refuses NaN and the like, and integers of over 4,300 digits, as Python and HTTP do."""
+    from json import JSONDecoder  # only if there is such an intake
 
     def refuse(name: str) -> None:
         raise ValueError(name)
@@ -122,7 +139,7 @@ def _json_decoder() -> "JSONDecoder":
 
 
 def split_json(decoder: "JSONDecoder", parts: Sequence[Part]) -> tuple[Sequence[Part], list[bytes]]:
-    """Return the whole lines that are one JSON value each, and the lines that are none."""
+    """Return the lines that are one JSON value each, and the lines that are not."""
     lines, decode, wrong = b"".join(parts)[:-1].split(b"\n"), decoder.raw_decode, []
     for at, line in enumerate(lines):
         try:
@@ -150,15 +167,16 @@ def _is_deep(value: bytes) -> bool:
     return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > _MOST_LEVELS
 
 
-def letters(raw: RawPort, lines: list[bytes], most: int) -> Iterator[list[Part]]:
-    """Yield the dead letters of lines that are no JSON value as pieces (`_cut`); count the lines."""
+def _letters(raw: RawPort, lines: list[bytes], most: int) -> Iterator[list[Part]]:
+    """Yield the dead letters of lines that are not JSON, as pieces; count the lines."""
     raw.lines += len(lines)
+    raw.wrong += len(lines)
     raw.bytes += sum(map(len, lines)) + len(lines)
     yield from _cut(b"".join([letter(raw, "not_json", line, len(line)) for line in lines]), 0, most)
 
 
 def _encoded(raw: RawPort, match: "re.Match[bytes]") -> bytes:
-    """Return the message of a line with a NUL, between newlines that belong to others."""
+    """Return the message of a line with a NUL. It has a newline at each end, which belongs to other lines."""
     line = match[1]
     payload = b2a_base64(line, newline=False)
     if len(raw.encoded) + len(payload) > raw.max_message:
@@ -170,6 +188,147 @@ def letter(raw: RawPort, reason: str, line: bytes, length: int) -> bytes:
     """Return the message of topic `dead` that keeps the beginning of a line, with its newline."""
     topic = b";topic=" + raw.spec.topic.encode()
     return record.malformed(reason, line, length, raw.max_line, topic) + b"\n"
+
+
+def buried(raw: RawPort, reason: str, line: bytes, length: int) -> Iterator[list[Part]]:
+    """Yield the dead letter of one line; count it."""
+    raw.lines += 1
+    raw.wrong += 1
+    raw.bytes += length + 1
+    yield [letter(raw, reason, line, length)]
+
+
+# --- framing ---------------------------------------------------------------------------------------------------------
+
+UNKNOWN, LINES, COUNTED, NULS = range(4)
+_COUNT, _MAY_COUNT = re.compile(rb"([1-9]\d{0,8}) <"), re.compile(rb"[1-9]\d{0,8} ?")
+_HEAD, _MAY_BE_HEAD = re.compile(rb"([1-9]\d{0,8}) "), re.compile(rb"[1-9]\d{0,8}")
+_NEXT = re.compile(rb"\0[<{]")
+_LINE = -1
+
+
+def framing_of(start: bytes) -> int:
+    """Return how the messages of a connection end, from all bytes sent so far. UNKNOWN: more bytes are needed.
+
+    A NUL before the first newline may be part of a line. It ends a message if the connection begins as syslog or JSON,
+    and either another one begins after it or no byte has come yet. Other connections need two NUL bytes and no newline.
+    """
+    if _COUNT.match(start):
+        return COUNTED
+    if _MAY_COUNT.fullmatch(start):
+        return UNKNOWN
+    is_shaped, has_newline = start[:1] in (b"<", b"{"), b"\n" in start
+    if 0 in start:
+        if is_shaped and (start.endswith(b"\0") or _NEXT.search(start)):
+            return NULS
+        if not has_newline and start.count(0) > 1 and start.endswith(b"\0"):
+            return NULS
+    return LINES if has_newline else UNKNOWN
+
+
+class Frames:
+    """Messages of a connection that are not lines: finds where each ends.
+
+    COUNTED: `left` bytes of the message are still to come; 0: its count is next; _LINE: it has no count, and ends with
+    a newline.
+    """
+
+    __slots__ = ("is_counted", "left", "length")
+
+    def __init__(self, is_counted: bool) -> None:
+        self.is_counted = is_counted
+        self.left = 0
+        self.length = 0  # of the unfinished message, with the bytes that are not kept
+
+    def feed(self, partial: bytearray, data: bytes, most: int) -> list[tuple[bytes, int]]:
+        """Return the messages that end in `data`, each cut to `most` + 1 bytes, with its length.
+
+        `partial`: the kept bytes of the unfinished message.
+        """
+        found: list[tuple[bytes, int]] = []
+        if self.is_counted:
+            self._feed_counted(partial, data, most, found)
+        else:
+            *ends, rest = data.split(b"\0")
+            for part in ends:
+                self._keep(partial, part, most)
+                found.append(self._end(partial))
+            self._keep(partial, rest, most)
+        return found
+
+    def _feed_counted(self, partial: bytearray, data: bytes, most: int, found: list[tuple[bytes, int]]) -> None:
+        at = 0
+        while at < len(data):
+            if not self.left:
+                if not partial and data[at] in b"\n\r\0":  # after a count that does not include the end
+                    at += 1
+                    continue
+                head = bytes(partial) + data[at : at + 11]
+                if match := _HEAD.match(head):
+                    at += match.end() - len(partial)
+                    self.left, self.length = int(match[1]), 0
+                    partial.clear()
+                elif _MAY_BE_HEAD.fullmatch(head):
+                    partial[:], self.length = head, len(head)
+                    return
+                else:
+                    self.left = _LINE
+            elif self.left == _LINE:
+                newline = data.find(b"\n", at)
+                stop = len(data) if newline < 0 else newline
+                self._keep(partial, data[at:stop], most)
+                at = stop + 1
+                if newline >= 0:
+                    found.append(self._end(partial))
+            else:
+                part = data[at : at + self.left]
+                at += len(part)
+                self.left -= len(part)
+                self._keep(partial, part, most)
+                if not self.left:
+                    found.append(self._end(partial))
+
+    def _keep(self, partial: bytearray, part: bytes, most: int) -> None:
+        partial += part[: max(0, most + 1 - len(partial))]
+        self.length += len(part)
+
+    def _end(self, partial: bytearray) -> tuple[bytes, int]:
+        frame, length = bytes(partial), self.length
+        partial.clear()
+        self.left = self.length = 0
+        if len(frame) == length:
+            frame = trimmed(frame)
+            length = len(frame)
+        return frame, length
+
+
+def trimmed(frame: bytes) -> bytes:
+    """Return a frame without its end: NUL bytes, and one newline before or after them."""
+    frame = frame.rstrip(b"\0")
+    return frame[:-1].rstrip(b"\0") if frame.endswith(b"\n") else frame
+
+
+def framed(raw: RawPort, frames: Iterable[tuple[bytes, int]], most: int) -> Iterator[list[Part]]:
+    """Yield the stored messages for messages that are not lines, as pieces, in order. Each frame has its length."""
+    lines: list[Part] = []
+    for frame, length in frames:
+        if length <= raw.max_line and b"\n" not in frame:
+            lines.append(frame + b"\n")
+            continue
+        if lines:
+            yield from messages(raw, lines, most)
+            lines = []
+        payload = b2a_base64(frame, newline=False)
+        if length > raw.max_line or len(raw.encoded) + len(payload) > raw.max_message:
+            yield from buried(raw, "too_long", frame, length)
+        elif raw.json is not None and split_json(raw.json, [frame.replace(b"\n", b" ") + b"\n"])[1]:
+            yield from buried(raw, "not_json", frame, length)
+        else:
+            raw.lines += 1
+            raw.bytes += length + 1
+            yield [b"%b%b\n" % (raw.encoded, payload)]
+    if lines:
+        yield from messages(raw, lines, most)
 
 
 # --- datagrams -------------------------------------------------------------------------------------------------------
@@ -190,22 +349,22 @@ def is_allowed(raw: RawPort, networks: "tuple[Network, ...]", address: str) -> b
 def read_datagrams(
     raw: RawPort, networks: "tuple[Network, ...]", refused: Callable[[str], None]
 ) -> tuple[list[bytes], list[bytes]]:
-    """Return the whole lines of the datagrams that wait, some at a time, and the lines among them that are too long."""
+    """Return whole lines of some waiting datagrams, and those of the lines that are too long."""
     taken: list[bytes] = []
     too_long: list[bytes] = []
     nbytes, most = 0, min(_TURN_BYTES, raw.receive_bytes)
     for _ in range(_TURN_DATAGRAMS):
         try:
             data, address = raw.sock.recvfrom(_DATAGRAM)
-        except OSError:  # none waits, or an error that somebody's ICMP has caused
+        except OSError:  # no datagram waits, or an ICMP message caused an error
             break
         if not is_allowed(raw, networks, address[0]):
             raw.refused += 1
             refused(f"{address[0]}:{address[1]}")
             continue
-        if not data:
+        if not data.rstrip(b"\0"):
             continue
-        text = data if data.endswith(b"\n") else data + b"\n"
+        text = trimmed(data) + b"\n"
         if len(text) > raw.max_line:
             lines = text[:-1].split(b"\n")
             too_long += [line for line in lines if len(line) > raw.max_line]

@@ -1,4 +1,4 @@
-"""What ends or refuses the connections of producers: memory, deadlines, and a disk or quota without room.
+"""Limits: when a producer is refused or ended: memory, deadlines, and a disk or quota without room.
 
 Memory      Unread replies of all connections together: UNREAD_BYTES. Over that the largest are broken first.
 Clock       Deadlines count only time in which producers could be heard: ingress sweeps when every connection that was
@@ -31,13 +31,13 @@ class UnreadBudget:
         self.bytes = 0
 
     def follow(self, connection: Connection) -> None:
-        """Count the pending replies of a connection anew."""
+        """Update the count after a connection's pending replies changed."""
         replies = connection.replies
         self.bytes += len(replies.pending) - replies.counted
         replies.counted = len(replies.pending)
 
     def forget(self, connection: Connection) -> None:
-        """Count the replies of a connection no longer: it has ended."""
+        """Stop counting a connection that has ended."""
         self.bytes -= connection.replies.counted
         connection.replies.counted = 0
 
@@ -104,20 +104,20 @@ class Deadlines:
 
 
 class Gate:
-    """The refusal that holds for all producers; b"" while messages are accepted.
+    """The refusal that holds for all producers at present; b"" while messages are accepted.
 
-    Ingress measures disk and quota itself, and reads what durability waits for, and in a shard the role page.
+    Ingress itself measures disk and quota. It also reads what durability waits for, and in a shard the role page.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.refusal = b""  # code and reason
-        self.lacks_room = False  # it is the disk or the quota that refuses
+        self.lacks_room = False  # the reason is the disk or the quota
         self._row, self._log, self._role = stage.row, stage.log, stage.role
         durability = self._durability = stage.page.rows["durability"]
         self._admission = Admission(stage.settings, lambda: durability.bytes)
 
     def publish(self) -> None:
-        """Write the sizes that the last looks found into the stats page."""
+        """Write the sizes found by the last `look` into the stats page."""
         admission, row = self._admission, self._row
         disk = admission.disk
         if disk is not None:
@@ -146,6 +146,6 @@ _COUNTERS = {row.code.encode(): f"errs_{row.counted}" for row in refusals.table(
 
 
 def count_err(row: Row, refusal: bytes, n: int = 1) -> None:
-    """Count `n` messages or connections that were refused, by class. `refusal`: the code, perhaps with its text."""
-    counter = _COUNTERS.get(refusal.partition(b" ")[0], "errs_format")  # what a later release sends counts as that
+    """Count `n` refused messages or connections, by class. `refusal`: the code, perhaps with its text."""
+    counter = _COUNTERS.get(refusal.partition(b" ")[0], "errs_format")  # codes of a later release count as errs_format
     setattr(row, counter, getattr(row, counter) + n)

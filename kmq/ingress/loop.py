@@ -1,13 +1,13 @@
-"""The event loop of ingress, and the way out of it.
+"""The event loop of ingress, and its drain at the end.
 
 It waits for one epoll, which holds the sockets of producers, the FIFO `acks`, and a second epoll with everything else.
 While producers must not be read, it waits for an epoll without their sockets: that is the backpressure.
 
-Order       At the end: no new connections; then what connected producers had sent before; then the replies to it; then
-            an orderly end. An orderly end says that the framer will have every line, so everything must be handed over
-            first.
-Time        At the end at most _HANDOVER_S and _REPLIES_S, less than DRAIN_S together: the other stages have to drain
-            after ingress. A FIFO that takes nothing ends the drain after DRAIN_S (Stage.check).
+Order       At the end ingress first accepts no more connections. Then it reads what producers had sent before, waits
+            for the replies, and ends the connections in order. An orderly end means that the framer will have every
+            line, so everything must be handed over first.
+Time        At the end at most _HANDOVER_S and _REPLIES_S, together less than DRAIN_S, because the other stages drain
+            after ingress. If the FIFO stays full the drain ends after DRAIN_S (Stage.check).
 """
 
 import select
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kmq.access.tokens import Tokens
 
 
-_GATE_S = 0.1  # while messages are refused: how often the gate is looked at
+_GATE_S = 0.1  # interval of looks at the gate while messages are refused
 
 
 class Loop:
@@ -61,16 +61,16 @@ class Loop:
         for poll in (self.producers.poll, self._without_producers):
             poll.register(stage.acks, select.EPOLLIN)
             poll.register(self._poll, select.EPOLLIN)
-        self._is_reading, self._is_writing = True, False  # producers may be read; the FIFO `raw` is waited for
+        self._is_reading, self._is_writing = True, False  # whether producers may be read; whether `raw` is full
         self._housekeeping_at = 0.0
 
     def announce(self) -> None:
-        """Tell the framer that what an earlier ingress put into `received`, and never spoke of, is free."""
+        """Tell the framer that bytes of an earlier ingress in `received`, which no control line named, are free."""
         self.handover.say_free()
         self.handover.flush()
 
     def turn(self, timeout_s: float) -> None:
-        """Wait at most this long for something to do, and do it."""
+        """Wait at most this long for events, and handle them."""
         before = self.gate.refusal
         if self.gate.look():
             self.producers.follow_gate(before)
@@ -110,7 +110,7 @@ class Loop:
                 self._askers.serve(fd)
 
     def _follow_handover(self) -> None:
-        """Read producers while the framer takes everything, or while messages are refused: producers must be told."""
+        """Read producers while the framer takes everything, or while messages are refused: they must be told."""
         if self.handover.is_full != self._is_writing:
             self._is_writing = self.handover.is_full
             if self._is_writing:
@@ -124,12 +124,12 @@ class Loop:
             self._askers.take(sock, peer)
 
     def _keep_house(self, now: float) -> None:
-        """Do what is due once a second, also while the way to the framer is full: the ack port does not depend on it."""
+        """Do what is due once a second, even while the framer takes nothing: the ack port does not depend on it."""
         self._housekeeping_at = now + SWEEP_S
         self._askers.sweep()
         self.gate.publish()
         if self.ports.raw:
-            from kmq.ingress import intakes  # only where there are some
+            from kmq.ingress import intakes  # only if there are intakes
 
             self.stage.page.publish_intakes([intakes.counts(raw) for raw in self.ports.raw])
         if self._tokens is not None:
@@ -141,7 +141,7 @@ class Loop:
 
     def stop_accepting(self) -> None:
         """Close all ports."""
-        self._poll.unregister(self.stage.signalled)  # it stays readable, so every wait would end at once
+        self._poll.unregister(self.stage.signalled)  # it stays readable, so every wait would return at once
         self.producers.entrance.close()
         self.producers.end_datagrams()
         del self._handlers[self.ports.questions.sock.fileno()]
@@ -161,14 +161,14 @@ def _tokens(stage: Stage) -> "Tokens":
 
 _TURN_S = 0.05
 _GRACE_S = 0.2  # how long connected producers may still send
-_HANDOVER_S = DRAIN_S / 2  # how long is taken, at most, what they had sent before
-_REPLIES_S = 2.0  # how long replies to it are waited for
+_HANDOVER_S = DRAIN_S / 2  # longest time to read what they had sent before
+_REPLIES_S = 2.0  # longest wait for the replies
 _FULL = 64 << 10  # bytes: a producer with more than this in its socket may have more in its kernel,
 _BEHIND = 8 << 20  # at most this much (tcp_wmem)
 
 
 def drain(loop: Loop) -> None:
-    """Stop accepting, take what connected producers have already sent, then let them go."""
+    """Stop accepting, take what connected producers had sent, then end their connections."""
     loop.stop_accepting()
     _take_over(loop)
     producers, until = loop.producers, time.monotonic() + _REPLIES_S
@@ -181,9 +181,9 @@ def drain(loop: Loop) -> None:
 
 
 def _take_over(loop: Loop) -> None:
-    """Take what producers had sent when we were told to stop, and no more than that of those that keep sending.
+    """Read what producers had sent when we were told to stop, and no more of those that keep sending.
 
-    Many of them have ended, so nobody would send it again.
+    Many of them have ended, so no program would send it again.
     """
     intake, table = loop.producers.intake, loop.producers.table
     waiting = [waiting_bytes(connection.sock.fileno()) for connection in table]

@@ -1,17 +1,16 @@
-"""The ports of ingress: lines (KMQ_PORT, KMQ_TLS_PORT), raw lines (KMQ_INTAKES) and questions (KMQ_ACK_PORT).
+"""Ports of ingress: lines (KMQ_PORT, KMQ_TLS_PORT), raw lines (KMQ_INTAKES) and questions (KMQ_ACK_PORT).
 
-Producers are accepted up to KMQ_CONNECTIONS and the limit on open files, of them up to half at intakes, and turned away
-beyond that: who may send to an intake shuts out nobody whose messages are answered. On the ack port
-one question comes in and one line goes out, from durability's cursor in the stats page:
+Producers are accepted up to KMQ_CONNECTIONS and the limit on open files. At most half of them may be at intakes, so
+that intakes cannot shut out producers that get replies. More are turned away. On the ack port a client asks in one line
+and gets one line, from durability's cursor in the stats page:
 
-    GET_ACK <seq> [token=<token>]     ACK (durable), PENDING, or ERR and why; a token is needed where KMQ_TOKENS is set
+    GET_ACK <seq> [token=<token>]     ACK (durable), PENDING, or ERR and why; a token is needed if KMQ_TOKENS is set
 
 Memory      The ack port has at most `most` connections, each with an unfinished question of at most MAX_QUESTION bytes.
             Replies are never kept: a connection whose kernel takes no more replies is closed.
-Deadline    On the ack port KMQ_LINE_DEADLINE from the connection, or from its last answer, to the next question that
-            can be answered.
-Full        On the ack port a newcomer evicts the connection that has been without an answer for longest, so silent
-            connections shut nobody out.
+Deadline    On the ack port KMQ_LINE_DEADLINE, from the connection or its last answer to the next complete question.
+Full        On the ack port a new connection evicts the one that has been without an answer longest, so silent
+            connections shut no client out.
 """
 
 import contextlib
@@ -28,6 +27,7 @@ from kmq.broker.stats import Strangers
 from kmq.errors import Stopped
 from kmq.files import replace_file, with_room
 from kmq.ingress.connection import Connection, ConnectionTable, Farewells, reset_on_close
+from kmq.wire import foreign
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 _BACKLOG = 1024
-_DATAGRAM_BYTES = 8 << 20  # that the kernel may keep for us
+_DATAGRAM_BYTES = 8 << 20  # datagrams that the kernel may keep for us
 _NO_DESCRIPTOR_S = 0.05  # how long to wait before the next attempt to accept
 
 
@@ -73,15 +73,15 @@ class Listener:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # gone again before we looked
-            except OSError as err:  # out of descriptors: the open connections go on
+                continue  # the peer has left meanwhile
+            except OSError as err:  # no descriptor is free: the open connections continue
                 self._failed(err)
                 return
             sock.setblocking(False)
             yield sock, f"{address[0]}:{address[1]}"
 
     def connect(self, sock: socket.socket, peer: str) -> Connection | None:
-        """Return the producer's connection over `sock`; None if it is gone already."""
+        """Return the producer's connection over `sock`; None if the peer has left already."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._context is None:
             return Connection(sock, peer, None, self.raw)
@@ -109,7 +109,7 @@ class Ports:
         self.raw = [self._open_intake(at, spec, context) for at, spec in enumerate(settings.intakes, 1)]
 
     def _tls_context(self) -> "SSLContext":
-        from kmq.broker import tls  # only if it is used: ssl costs a stage memory and start-up time
+        from kmq.broker import tls  # only if TLS is used: ssl costs a stage memory and start-up time
 
         self.certificates = tls.certificates(self._stage.settings, self._stage.log, self._stage.row)
         assert self.certificates is not None
@@ -205,15 +205,16 @@ class Askers:
         self._poll, self._deadline_s = poll, stage.settings.line_deadline
         self._is_token = tokens.check if tokens is not None else None
         self._row, self._durability, self._strangers = stage.row, stage.page.rows["durability"], strangers
+        self._http_port, self._farewells = stage.settings.http_port, Farewells()
         self._unfinished: dict[int, bytes] = {}
-        # Socket, peer, and since when it has had no answer; the longest first.
+        # Socket, peer, and since when it is without an answer; the longest first.
         self._waiting: OrderedDict[int, tuple[socket.socket, str, float]] = OrderedDict()
 
     def __contains__(self, fd: int) -> bool:
         return fd in self._waiting
 
     def take(self, sock: socket.socket, peer: str) -> None:
-        """Serve a new connection, and evict another one for it if there are too many."""
+        """Serve a new connection. If there are too many, evict another one."""
         if len(self._waiting) >= self.most:
             oldest, (_, evicted, _) = next(iter(self._waiting.items()))
             self._row.turned_away += 1
@@ -227,9 +228,14 @@ class Askers:
     def serve(self, fd: int) -> None:
         """Answer what has arrived on this connection."""
         sock, peer, _ = self._waiting[fd]
-        with contextlib.suppress(OSError):  # gone, or reads no replies: nothing may follow half a reply
+        with contextlib.suppress(OSError):  # it has left, or reads no replies: no reply may follow half a reply
             data = sock.recv(_RECEIVE_BYTES)
             *questions, rest = (self._unfinished[fd] + data).split(b"\n")
+            if protocol := foreign.spoken(questions[0] if questions else rest, bool(questions)):
+                self._strangers.cut_off(peer, foreign.reason(protocol, self._http_port))
+                self._forget(fd)
+                self._farewells.refuse(sock, foreign.reply(protocol, self._http_port))
+                return
             self._unfinished[fd] = rest
             replies = [self._answer(question, peer) for question in questions]
             if replies:
@@ -255,18 +261,22 @@ class Askers:
                 break
             self._strangers.cut_off(peer, "no question on the ack port")
             self._close(fd)
+        self._farewells.sweep()
 
     def _close(self, fd: int) -> None:
+        self._forget(fd).close()
+
+    def _forget(self, fd: int) -> socket.socket:
         sock, _, _ = self._waiting.pop(fd)
         del self._unfinished[fd]
         self._poll.unregister(fd)
-        sock.close()
         self._row.askers = len(self._waiting)
+        return sock
 
 
 # --- entrance --------------------------------------------------------------------------------------------------------
 
-OWN_DESCRIPTORS = files.OWN + 8  # not for connections: our own, and some to refuse connections with
+OWN_DESCRIPTORS = files.OWN + 8  # for our own files, and to refuse connections with
 
 
 class Entrance:
@@ -290,7 +300,7 @@ class Entrance:
         self._poll.register(fd, select.EPOLLIN)
 
     def close(self) -> None:
-        """Accept the connections that wait already, perhaps since the way to the framer was full, and no others."""
+        """Accept the connections that wait already, perhaps since the way to the framer was full, and then no more."""
         for fd, listener in self._listeners.items():
             self.accept(fd)
             self._poll.unregister(fd)
@@ -317,7 +327,7 @@ class Entrance:
                 self._poll.register(connection.sock.fileno(), select.EPOLLIN)
 
     def _is_welcome(self, raw: "RawPort", peer: str) -> bool:
-        """Return True if KMQ_INTAKES_FROM has the address of a peer; else count it as refused."""
+        """Return True if KMQ_INTAKES_FROM has the peer's address; else count it as refused."""
         from kmq.ingress.intakes import is_allowed
 
         if is_allowed(raw, self._networks, peer.rpartition(":")[0]):
@@ -327,7 +337,7 @@ class Entrance:
         return False
 
     def _is_full(self, raw: "RawPort | None") -> str:
-        """Return why no more may come to this port; "": it may. Intakes leave half of all to producers with replies."""
+        """Return why this port is full; "" if it is not. Intakes leave half of all to producers with replies."""
         if len(self._table) >= self.max_connections:
             return f"{self.max_connections} are open already (KMQ_CONNECTIONS, ulimit -n)"
         most = max(1, self.max_connections // 2)
@@ -344,6 +354,10 @@ class Entrance:
             sock.close()
         else:
             self._farewells.refuse(sock, f"!err 0 connections {reason}\n".encode())
+
+    def dismiss(self, sock: socket.socket) -> None:
+        """Close a connection in a moment. Closed at once, bytes that it still sends would discard our reply."""
+        self._farewells.refuse(sock, b"")
 
     def sweep(self) -> None:
         """Close connections that were turned away. Call about once a second."""

@@ -1,1 +1,1 @@
-"""What joins two processes: the FIFO, the rings, their doorbells, and who owns which end."""
+"""The links between two processes: the FIFOs, the rings, their doorbells, and the locks on their ends."""

@@ -1,18 +1,18 @@
-"""Doorbells: how a process that has nothing to do is woken by its peer.
+"""Doorbells: semaphores with which a process wakes its idle peer.
 
 Links       For each ring two System V semaphores, each a set of its own. The ring's header names them (BELLS in
-            layout.py): the id is what is used, the key is how another process gets at it. The key's upper bits are of
-            the instance and its /dev/shm, so that what is left over can be told from the sets of everybody else.
-Invariant   A wake-up that is lost or extra costs time (at most WAIT_S), never a message: the cursors in the ring are
-            the truth, the semaphore only says "look again".
+            layout.py): processes use the id, and find it by the key. The key's upper bits come from the instance and
+            its /dev/shm, so that its leftover sets can be told from the sets of others.
+Invariant   A wake-up that is lost or extra costs time (at most WAIT_S), never a message: the cursors in the ring
+            decide, the semaphore only says "look again".
             A set is removed as left over only if its key is of this instance, its owner is this user, and no ring of
             the instance names it (layout.remove_left_bells). A header always names a key before a set is made with it.
 Crash       A bell that a process rang before it died still wakes the sleeper. A sleeper that dies leaves its flag set,
-            which costs its peer one needless ring. A process that dies while it makes bells leaves a set that its ring
-            names; the next to make bells for that ring removes it.
-            A set that is removed (ipcrm, systemd's RemoveIPC) wakes who waits on it: RemovedError.
-Not covered An instance whose name and /dev/shm have the same 25 bits of crc32 as another's, of the same user in the
-            same IPC namespace: it would remove the other's bells, which costs a restart, as ipcrm does.
+            which costs its peer one needless ring of the bell. A process that dies while it makes bells leaves a set
+            that its ring names; the next process that makes bells for that ring removes it.
+            A set that is removed (ipcrm, systemd's RemoveIPC) wakes its waiting process, with RemovedError.
+Not covered Two instances of one user in one IPC namespace whose names and /dev/shm agree in 25 bits of crc32: one would
+            remove the other's bells, which costs a restart, as ipcrm does.
 
 A sleeper notes in its cell since when it sleeps, then re-reads the cursor; a publisher moves the cursor, then reads
 that cell, and rings once for each sleep. Each needs a full fence between its store and its load, or both may read the
@@ -47,13 +47,13 @@ def fence() -> None:
 
 
 class RemovedError(RetryError):
-    """What a process uses was removed under it: a lock file, a ring, or the semaphore on which it waits."""
+    """Something that a process uses was removed: a lock file, a ring, or the semaphore on which it waits."""
 
 
 class _TimedWait:
-    """semtimedop of the C library, for a sysv_ipc that was built without it: its `acquire` knows no timeout.
+    """semtimedop of the C library, for a sysv_ipc built without it: its `acquire` has no timeout.
 
-    The wheels of sysv_ipc 1.2 are built so. What is built from source (scripts/setup) has it, and saves a quarter of a
+    The wheels of sysv_ipc 1.2 are built like that. A build from source (scripts/setup) has it, and saves a quarter of a
     sleep's CPU.
     """
 
@@ -81,14 +81,14 @@ class Doorbell:
     def __init__(self, semaphore: sysv_ipc.Semaphore) -> None:
         self.semaphore = semaphore
         self._acquire = semaphore.acquire if sysv_ipc.SEMAPHORE_TIMEOUT_SUPPORTED else _TimedWait(semaphore.id)
-        self._rung = 0  # the last sleep that we have ended
+        self._rung = 0  # the last sleep that we ended
 
     def ring(self, asleep_since: int) -> None:
-        """Wake the sleeper, unless this sleep was ended already. A bell that is gone wakes nobody."""
+        """Wake the sleeper, unless this sleep was ended already. A removed bell has no effect."""
         if asleep_since != self._rung:
             self._rung = asleep_since
             with contextlib.suppress(sysv_ipc.ExistentialError):
-                self.semaphore.value = 1  # not one more: a sleeper that found something to do waits for no ring
+                self.semaphore.value = 1  # set, not increased: a sleeper that found work does not take its ring
 
     def wait(self, timeout_s: float = WAIT_S) -> bool:
         """Sleep until rung, at most `timeout_s` by the monotonic clock; return False after that time or a signal.
@@ -128,7 +128,7 @@ class Bells(namedtuple("Bells", ("reader", "writer"))):
 
 
 def namespace() -> int:
-    """Return the number of this process' IPC namespace: semaphores of another one are not to be had."""
+    """Return the number of this process' IPC namespace: semaphores of another one cannot be opened."""
     return os.stat("/proc/self/ns/ipc").st_ino
 
 
@@ -153,9 +153,9 @@ def _text(sets: Sequence[tuple[int, int]]) -> str:
 
 
 def make(instance: str, announce: Callable[[str], None]) -> Bells:
-    """Make the bells of a ring. `announce` writes into its header which they are, before each is made.
+    """Make the bells of a ring. `announce` writes their names into its header before each is made.
 
-    Raises ConfigError if the kernel has no more of them, or none at all.
+    Raises ConfigError if the kernel has no free semaphores, or does not support them.
     """
     made: list[sysv_ipc.Semaphore] = []
 
@@ -218,7 +218,7 @@ def _reason(err: OSError | MemoryError) -> str:
 
 
 def find(text: str) -> Bells | None:
-    """Return the bells that a ring's header names; None if they are gone, or are not all there yet."""
+    """Return the bells that a ring's header names; None if one of them is missing."""
     found = []
     for end in ("reader", "writer"):
         key, _, id = field(text, end).partition(":")
@@ -236,7 +236,7 @@ def other_namespace(text: str) -> str:
 
 
 def sets_of(instance: str) -> list[sysv_ipc.Semaphore]:
-    """Return the sets of this instance that there are now, whoever made them."""
+    """Return the present sets of this instance, of all users."""
     return [semaphore for key in _keys(instance) if (semaphore := _opened(key)) is not None]
 
 
@@ -247,7 +247,7 @@ def remove_left(instance: str, read_headers: Callable[[], Sequence[str]]) -> int
     removed = 0
     for semaphore in sets:
         if f"={semaphore.key}:" not in texts and semaphore.uid == os.geteuid():
-            with contextlib.suppress(sysv_ipc.Error, PermissionError):  # somebody else has just removed it
+            with contextlib.suppress(sysv_ipc.Error, PermissionError):  # another process has just removed it
                 semaphore.remove()
                 removed += 1
     return removed

@@ -4,17 +4,18 @@ Invariant   Every write is whole lines, at most PIPE_BUF bytes at once, so lines
             of producers do not go through `raw`: they lie in the ring `received`, and a control line says where
             (received.py).
             A control line is read whole or not at all. Its order among all lines of `raw` is the order in which the
-            messages get their seqs. A control line that speaks of bytes that are not there is a malformed message.
-            A line from any other writer may not name a reserved topic. The FIFO cannot tell who wrote a line, so only
-            what ingress says of a connection counts: a slip of the hand (`echo … > raw`) changes no group's offsets.
+            messages get their seqs. A control line that names bytes outside the ring's contents is a malformed message.
+            A line from any other writer may not name a reserved topic. The FIFO cannot tell which process wrote a line,
+            so only what ingress says of a connection counts: a typing mistake (`echo … > raw`) changes no group's
+            offsets.
             A stopped ingress never stops the WAL.
-Memory      Replies that `acks` does not take wait in durability, up to KEEP_BYTES, and are lost beyond that.
+Memory      Replies for which `acks` has no room wait in durability, up to KEEP_BYTES; further replies are lost.
 Crash       Every stage holds both FIFOs open for reading and writing. So their content lives while any stage lives, a
             writer never gets EPIPE and a reader never sees end-of-file. When all stages die, the pipe with this name
             dies with its content, and the next start gets another pipe: `mark` lets the framer tell the two apart.
             Durability killed before a block is released: its next start sends the replies again, and ingress skips
-            those it knows. Replies that waited there, or were lost, never come: ingress sees the gap by <first n> and
-            breaks that connection. Its producer sends again what has no reply, and gets `!dup`.
+            those it knows. Replies that waited there, or were lost, never arrive: ingress sees the gap by <first n> and
+            closes that connection. Its producer resends messages without a reply, and gets `!dup`.
             Ingress killed: its connections are gone, and the next ingress skips replies to connections of another
             start.
 """
@@ -51,7 +52,7 @@ def open_fifo(directory: str, name: str) -> int:
 
 
 def is_marked(fd: int) -> bool:
-    """Return True if a framer has used this very pipe before: only the capacity lives and dies with a pipe."""
+    """Return True if a framer has used this very pipe before: the mark is its capacity, which is lost with the pipe."""
     return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) == CAPACITY
 
 
@@ -81,12 +82,12 @@ def capacity(fd: int) -> int:
 
 # --- raw -------------------------------------------------------------------------------------------------------------
 #     <message>                          a line from any writer in the pod, who gets no reply
-#     !r <birth> <start> <end>           lines of producers who wait for no reply lie in the ring `received`, from
-#                                        position <start> to <end>; also an empty piece: all before it is free
+#     !r <birth> <start> <end>           lines of producers that wait for no reply: in the ring `received`, from
+#                                        position <start> to <end>; an empty piece means: all before it is free
 #     !c <connection> <n> <k> <birth> <start> <end> [p=<producer> [after=<id>]|w=<scope>] [reserved]
-#                                        there lie the k messages n… of an acknowledged connection; `after`: they are
+#                                        there are the k messages n… of an acknowledged connection; `after`: they are
 #                                        refused unless this id of the producer, or a later one, is stored; `reserved`:
-#                                        it has shown the pod's token, and may write to the topics of KMQ itself
+#                                        the client has shown the pod's token, and may write to the topics of KMQ itself
 #     !l <connection> <q> p=<producer>   question q of a connection, from 0: the last id stored of a producer
 #
 # <birth> names the ring (received.py). A control line is shorter than PIPE_BUF, and so is written at once.
@@ -104,12 +105,12 @@ LAST_ID = re.compile(rb"!l (%b) (\d{1,18}) p=(%b)\n" % (_CONNECTION, _NAME))  # 
 
 
 def lines(birth: int, start: int, end: int) -> bytes:
-    """Return the control line for lines that nobody waits for."""
+    """Return the control line for lines without replies."""
     return b"!r %d %d %d\n" % (birth, start, end)
 
 
 class Sender:
-    """Whom messages come from: the name that replies carry, and how many messages it has passed on."""
+    """A connection as the source of messages: the name that replies carry, and how many messages it has sent."""
 
     __slots__ = ("name", "right", "sent", "tag")
 
@@ -117,7 +118,7 @@ class Sender:
         self.name = name
         self.right = b" reserved" if reserved else b""
         self.tag = b" " + tag if tag else b""  # ` p=<producer>` or ` w=<scope>`
-        self.sent = 0  # messages announced in the FIFO, and so the n of the last message
+        self.sent = 0  # messages announced in the FIFO: also the n of the last one
 
     def messages(self, count: int, birth: int, start: int, end: int, origin: bytes = b"") -> bytes:
         """Return the control line for the next `count` messages. `origin`: after `p=`; b"": as the connection's hello."""
@@ -133,11 +134,11 @@ class Sender:
 
 # --- acks ------------------------------------------------------------------------------------------------------------
 # Durability sends a reply once the records that it confirms are on disk. A line is `<connection> <first n> <reply>`:
-# <reply> goes to the producer as it is, for the messages from <first n> on. An empty line, from the framer: the ring
-# `received` has room again.
+# <reply> is passed to the producer unchanged, for the messages from <first n> on. An empty line, from the framer: the
+# ring `received` has room again.
 
-# A flood of empty lines gets 26 times its bytes as refusals, and the framer makes them faster than ingress reads them.
-# If they did not fit, others would lose their replies.
+# A flood of empty lines causes refusals of 26 times its size, which the framer makes faster than ingress reads them. If
+# they did not fit, other connections would lose their replies.
 KEEP_BYTES = 32 * MIB
 _READ_BYTES = 1 << 16
 
@@ -151,14 +152,14 @@ class AckWriter:
         self._bytes = 0
         self.lost = 0  # bytes of replies
         with contextlib.suppress(OSError):  # over the user's limit: a smaller FIFO works
-            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, CAPACITY)  # what the rings and `raw` may hold unanswered fits
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, CAPACITY)  # fits the replies to all that is in flight
 
     @property
     def waiting(self) -> bool:
         return bool(self._waiting)
 
     def put(self, replies: bytes) -> None:
-        """Send these lines, now or when there is room."""
+        """Send these lines now, or once there is room."""
         if self._bytes + len(replies) > KEEP_BYTES:
             self.lost += len(replies)
             return
@@ -167,7 +168,7 @@ class AckWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits, as far as there is room."""
+        """Write waiting lines, as far as there is room."""
         while self._waiting:
             replies = self._waiting[0]
             cut = len(replies) if len(replies) <= PIPE_BUF else replies.rfind(b"\n", 0, PIPE_BUF) + 1

@@ -1,4 +1,4 @@
-"""A ring in POSIX shared memory: one writer process, one reader process, blocks of whole lines between them.
+"""A ring in POSIX shared memory: it passes blocks of whole lines from one writer process to one reader process.
 
 Links       /dev/shm/<instance>.<name>; two doorbells, which the header names (doorbell.py).
 Owners      the writer end and the reader end each belong to one process (ownership.RingLock, a lock on the first byte
@@ -20,8 +20,8 @@ Positions are byte counts that only grow; a place is position % ring_bytes. `hea
 where the reader continues. `floor` (drop_oldest) is up to where the writer has dropped blocks. `begin` is where the
 writer began the ring anew: an empty ring is begun at place 0 again, so that a reader that keeps up works on a few pages
 that stay in the cache. Nothing lies between the head of the empty ring and `begin`, so the effective tail is the
-largest of tail, floor and begin. So wherever the reader stops, the ring takes ring_bytes, less what a block that would
-not fit leaves free at its end and before the oldest block.
+largest of tail, floor and begin. So wherever the reader stops, the ring holds ring_bytes, less the gaps at its end and
+before the oldest block that are too small for a block.
 
 Invariants
   1  A block is visible only when all its bytes are written: the commit record that covers it comes last.
@@ -117,7 +117,7 @@ class Identity:
 
 
 class Received(namedtuple("Received", ("birth", "position"))):
-    """Up to where the lines of a ring `received` are framed: its birth, and the position (received.py)."""
+    """The position up to which the lines of a ring `received` are framed, and the ring's birth (received.py)."""
 
     __slots__ = ()
 
@@ -126,7 +126,7 @@ NOTHING_RECEIVED = Received(0, 0)
 
 
 class Consumed(namedtuple("Consumed", ("area", "offset", "birth", "position"))):
-    """Up to where the framer has framed: the staging area in use, how many of its bytes are done, and Received."""
+    """How far the framer has framed: the staging area in use, how many of its bytes are done, and Received."""
 
     __slots__ = ()
 
@@ -156,7 +156,7 @@ class RingCommit:
         self.begin = begin
 
     def consuming(self, consumed: Consumed) -> "RingCommit":
-        """Return the same record with other cells of the framer."""
+        """Return this record with `consumed` in the framer's cells."""
         return RingCommit(self.head, self.messages, self.next_seq, self.last_ts, *consumed, self.begin)
 
 
@@ -232,7 +232,7 @@ class SharedFile:
         self.mm[at : at + TEXT] = who.encode()[: TEXT - 1].ljust(TEXT, b"\0")
 
     def is_in_place(self) -> bool:
-        """Return True if the ring still has its name, by which the other end finds it, or was given back."""
+        """Return True if the ring still has its name, by which the other end finds it, or this end is closed."""
         return self._fd < 0 or is_same_file(self._fd, self.path)
 
     def write_again(self) -> bool:
@@ -259,7 +259,7 @@ class SharedFile:
             view.release()
         try:
             self.mm.close()
-        finally:  # also where somebody still has a view of it: the mapping goes with that
+        finally:  # also if a view of it is left: the mapping ends with that view
             os.close(self._fd)  # and with it the lock
             self._fd = -1
 
@@ -290,7 +290,7 @@ class Ring(SharedFile):
 
     @property
     def synced_seq(self) -> int | None:
-        """Last seq that durability knows to be on disk; None if it has not said so since the ring was made."""
+        """Last seq that durability knows to be on disk; None if it has not reported any since the ring was made."""
         value = self.cells[SYNCED]
         return value - 1 if value else None
 
@@ -301,13 +301,13 @@ class Ring(SharedFile):
 
     @property
     def tail(self) -> int:
-        """Where the first block lies that the reader has not released."""
+        """The position of the first block that the reader has not released."""
         return max(self.cells[TAIL], self.cells[FLOOR], self.committed().begin)
 
     def is_in_place(self) -> bool:
-        """Return True if the ring still has its name, and both ends use the same bells, which are there."""
+        """Return True if the ring still has its name, and both ends use the same bells, which exist."""
         if self._fd < 0:
-            return True  # given back
+            return True  # closed
         is_ours = self.mm[BELLS : BELLS + TEXT] == self._bells_text
         return is_ours and super().is_in_place() and self._bells.are_in_place()
 
@@ -326,7 +326,7 @@ def open_existing(path: str) -> int | None:
 def make_file(path: str, nbytes: int) -> int:
     """Make a file in shared memory, all its bytes allocated: a sparse file on a full /dev/shm ends in SIGBUS later."""
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # left by a killed process; it may be the very file that has its final name by now
+        os.unlink(path)  # left by a killed process; the same file may have its final name already
     fd: int = posix_ipc.SharedMemory(path.removeprefix(SHM), posix_ipc.O_CREX, mode=0o660).fd
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -364,7 +364,7 @@ def first_waiting(ring: Ring, position: int, record: RingCommit) -> int:
 
 
 def waiting_bytes(fd: int) -> int:
-    """Return how many bytes a ring, of whatever settings, still holds: blocks from tail to head, and staged lines."""
+    """Return how many bytes a ring, with any settings, still holds: blocks from tail to head, and staged lines."""
     raw = os.pread(fd, BLOCKS - CELLS, CELLS)
     if len(raw) < BLOCKS - CELLS:
         return 0
@@ -390,7 +390,7 @@ def make_identity(data_id: str, slots: int, ring_bytes: int, extra: int, policy:
 
 @contextlib.contextmanager
 def _existing(instance: str, name: str) -> Iterator[int | None]:
-    """Open a ring to look at it; None if there is none."""
+    """Open a ring to look at it; yield None if it does not exist."""
     try:
         fd = os.open(shm_path(instance, name), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -430,7 +430,7 @@ class Filling(namedtuple("Filling", ("nbytes", "capacity", "messages", "slots", 
 
 
 def filling(instance: str, name: str) -> Filling:
-    """Return how full a ring is now; of a ring that does not exist everything is 0."""
+    """Return how full a ring is now; all 0 if it does not exist."""
     with _existing(instance, name) as fd:
         if fd is None:
             return Filling(0, 0, 0, 0, False)
@@ -458,7 +458,7 @@ def is_held(instance: str, name: str) -> bool:
 
 
 def remove(instance: str, name: str) -> None:
-    """Delete a ring, and the bells that no ring has any more. Raises BusyError if a process holds one of its ends."""
+    """Delete a ring, and the bells that no ring uses any more. Raises BusyError if a process holds one of its ends."""
     path = shm_path(instance, name)
     with contextlib.suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -476,11 +476,11 @@ def remove(instance: str, name: str) -> None:
 
 
 def remove_left_bells(instance: str) -> int:
-    """Remove doorbells of this instance and this user that no ring has any more; return how many."""
+    """Remove doorbells of this instance and this user that no ring uses any more; return how many."""
 
     def read_headers() -> list[str]:
         texts = []
-        # A ring gets its name before it loses the one under which it is made: so whichever it has is seen.
+        # A ring gets its final name before it loses its temporary one, so it is seen under one of them.
         for path in (shm_path(instance, name) + suffix for name in RINGS for suffix in (".new", ".again", "")):
             with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
                 texts.append(read_text(file.fileno(), BELLS))

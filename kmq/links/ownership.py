@@ -1,4 +1,6 @@
-"""Who owns what: at most one living process holds each end of a link and each directory on disk.
+"""Locks: at most one living process holds each end of a link and each directory on disk.
+
+    pid=4711 host=node-1 stage=router pod=0f4be2a6-1a-2 data=/data    the text in the lock of a router
 
 Invariant   Two processes never write the same ring, log or FIFO end at once, whatever was killed before.
 Mechanism   Two kinds of lock. The kernel gives both back when the holder dies, however it dies.
@@ -6,13 +8,13 @@ Mechanism   Two kinds of lock. The kernel gives both back when the holder dies, 
             cannot be removed while the ring stays (System V semaphores can: systemd's RemoveIPC takes them all at a
             logout).
             FileLock: flock on a file beside the data, so that a second pod on the same volume sees it too.
-Crash       A lock file that is deleted protects nothing any more: the next process makes a new one. So its holder looks
-            now and then whether the file is still there (`is_in_place`), and ends if not. A process that has to make
+Crash       A lock file that is deleted protects nothing any more: the next process makes a new one. So its holder
+            checks now and then that the file still exists (`is_in_place`), and ends if not. A process that has to make
             the lock file of a used directory waits NOTICE_S, longer than a holder takes to notice (both in
             broker/stage.py). A holder must not fork: the child would share its locks.
-Order       A broker holds two directories of its data: append/ (durability) and topics/ (router). Where two brokers
-            meet on one directory, each could get one of them, and both would end. So append/ decides: a router ends as
-            soon as append/ is another broker's (broker/stage.py).
+Order       A broker holds two directories of its data: append/ (durability) and topics/ (router). If two brokers use
+            one directory, each could get one of the two, and both would end. So append/ decides: a router ends as soon
+            as another broker holds append/ (broker/stage.py).
 Not covered flock across nodes on a network file system that does not support it.
 """
 
@@ -26,23 +28,23 @@ from kmq.config.settings import OWNER_WAIT_S, SHM
 from kmq.errors import BusyError
 from kmq.files import file_id
 
-LOOK_S = 0.25  # how often a holder looks whether its lock file is still there
+LOOK_S = 0.25  # how often a holder checks that its lock file exists
 NOTICE_S = 4 * LOOK_S  # by then a holder has noticed, unless it is stopped
-_POLL_S = 0.02  # while waiting for another holder to go, for at most OWNER_WAIT_S
+_POLL_S = 0.02  # while waiting for another holder to end, for at most OWNER_WAIT_S
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
 
 
 def describe(stage: str, data: str, instance: str = "") -> str:
-    """Return the text that names this process in the locks it holds. `instance`: its broker, where one matters."""
+    """Return the text that names this process in the locks it holds. `instance`: its broker, if locks need it."""
     who = f"pid={os.getpid()} host={os.uname().nodename} stage={stage} pod={_pod()}"
     broker = f" instance={instance}" if instance else ""
     return f"{who}{broker} data={os.path.abspath(data)}"  # at the end: a path may hold spaces
 
 
 def _pod() -> str:
-    """Return what the processes of one pod have in common, and no other pod: the boot of the node, and /dev/shm.
+    """Return an identity that all processes of this pod share, and no other pod has: the node's boot, and /dev/shm.
 
-    The host name does not tell: a pod of a StatefulSet has the name of the one that it replaces.
+    The host name is no such identity: a pod of a StatefulSet has the name of the pod that it replaces.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read(8)
@@ -52,18 +54,18 @@ def _pod() -> str:
 
 def is_of_another_pod(holder: str, ours: str) -> bool:
     """Return True if the process that `holder` names is of another pod than the one that `ours` names."""
-    name = "pod" if field(holder, "pod") else "host"  # a release before wrote no pod
+    name = "pod" if field(holder, "pod") else "host"  # the release before wrote no pod
     return field(holder, name) not in ("", field(ours, name))
 
 
 def is_of_another_broker(holder: str, ours: str) -> bool:
     """Return True if the stage that `holder` names is of another broker than the one that `ours` names."""
-    other = field(holder, "instance")  # a release before wrote none
+    other = field(holder, "instance")  # the release before wrote no instance
     return is_of_another_pod(holder, ours) or other not in ("", field(ours, "instance"))
 
 
 def field(text: str, name: str) -> str:
-    """Return a value of such a text; "" if it is not there."""
+    """Return a value of such a text; "" if it is missing."""
     return dict(part.partition("=")[::2] for part in text.split()).get(name, "")
 
 
@@ -74,7 +76,7 @@ def is_same_file(fd: int, path: str) -> bool:
 
 
 def _acquire(attempt: Callable[[], bool], what: str, holder: Callable[[], str]) -> None:
-    """Take a lock, waiting OWNER_WAIT_S for another holder to go. Raises BusyError naming the holder."""
+    """Take a lock, waiting OWNER_WAIT_S for another holder to end. Raises BusyError naming the holder."""
     deadline = time.monotonic() + OWNER_WAIT_S
     while not attempt():
         if time.monotonic() > deadline:
@@ -110,7 +112,7 @@ class RingLock:
         return self._fcntl(fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
 
     def release(self) -> None:
-        """Give the lock back, if it is ours."""
+        """Release the lock, if we hold it."""
         self._fcntl(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
 
@@ -150,7 +152,7 @@ class FileLock:
         """Return what the last holder wrote about itself; "" if there is no file."""
         try:
             with open(self.path, encoding="utf-8", errors="replace") as file:
-                return file.readline().strip()  # more lines: what a longer text leaves for a moment
+                return file.readline().strip()  # further lines are left by a longer text, for a moment
         except OSError:
             return ""
 

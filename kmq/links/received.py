@@ -1,23 +1,23 @@
-"""The way from ingress to the framer: the bytes of lines lie in the ring `received`, the FIFO `raw` says where.
+"""The link from ingress to the framer: the lines lie in the ring `received`, and the FIFO `raw` says where.
 
 Links       /dev/shm/<instance>.received, made by ingress, its only writer. The framer is its only reader.
 Layout      As in layout.py, but between head and tail there are no blocks: only bytes, where the control lines of the
             FIFO say (fifo.py). The first word of the record is the head, the last is begin, and its counter stays 0.
             Head and begin are two stores: begin comes second, so it never lies beyond the head. BASE_SEQ holds the
-            birth: the time in ns at which the ring was made. Control lines name it, so a line that speaks of an older
-            ring is never taken for a line of this ring.
+            birth: the time in ns at which the ring was made. Control lines name it, so a control line for an older ring
+            is never applied to this ring.
 
 Invariant   The bytes between tail and head are never overwritten, and keep their order. The head moves before the FIFO
-            gets the control line that speaks of these bytes. The tail moves only past bytes whose lines are committed
-            in the ring `framed`, which holds that position in the same commit (layout.py, invariant 2).
+            gets the control line that names these bytes. The tail moves only past bytes whose lines are committed in
+            the ring `framed`, which holds that position in the same commit (layout.py, invariant 2).
             A write to the FIFO is whole lines, at most PIPE_BUF bytes.
 Crash       Ingress killed before it moved the head: nothing happened. Killed before it wrote the line: the bytes have
             no owner; they are free once the framer has read a later line, and the first line of the next ingress is
             such a line.
             Framer killed: the position in the record of `framed` is in force. The lines after it are in the staging
             area or in the FIFO, and their bytes are still here. The start moves the tail to that position.
-            FIFO gone, because all stages died: the bytes that nobody speaks of any more are freed in the same way.
-Full        Ingress asks for a sign of room, an empty line in the FIFO `acks`, and reads no producer until then.
+            FIFO gone, because all stages died: the bytes that no control line names are freed in the same way.
+Full        Ingress asks for an empty line in the FIFO `acks` once there is room, and reads no producer until then.
 Memory      While anything waits in a Handover, nothing more may be received (`clogged`): so at most one receive waits.
 """
 
@@ -59,15 +59,15 @@ _LEAST_BYTES = MIB
 
 
 def ring_bytes(max_line: int) -> int:
-    """Return the size of the ring: twice the longest line beside what one receive brings, so all fits on one side.
+    """Return the size of the ring: twice the longest line plus what one receive brings, so all fits on one side.
 
-    Not more: what lies here is accepted, and the disk must have room for it (kmq/broker/admission.py).
+    Not more: lines in the ring are accepted, and the disk must have room for them (kmq/broker/admission.py).
     """
     return max(_LEAST_BYTES, 2 * (max_line + 260 * KIB))
 
 
 def identity(data_id: str, max_line: int) -> Identity:
-    """Return what the ring of these settings looks like."""
+    """Return the Identity of the ring under these settings."""
     return make_identity(data_id, 0, ring_bytes(max_line), 0, "block")
 
 
@@ -98,7 +98,7 @@ class ReceivedWriter(SharedFile):
         self.birth: int = self.cells[BASE_SEQ]
         self.head: int = self.cells[_HEAD]
         self._begin: int = self.cells[_BEGIN]
-        self._asks = 1  # whether we ask for a sign of room; an earlier ingress may have
+        self._asks = 1  # 1: we ask to be told of room; an earlier ingress may have asked
 
     def may_write_again(self) -> bool:
         """Return True: while the writer is here, the reader changes only its own cells."""
@@ -144,7 +144,7 @@ class ReceivedWriter(SharedFile):
         return self.cells[TAIL] == self.head
 
     def publish(self) -> None:
-        """Move the head. Call before the FIFO gets a line that speaks of what was put."""
+        """Move the head. Call before the FIFO gets a control line that names the bytes that were put."""
         self.cells[_HEAD] = self.head
         self.cells[_BEGIN] = self._begin
 
@@ -162,7 +162,7 @@ class ReceivedReader(SharedFile):
 
     @classmethod
     def attach(cls, instance: str, data_id: str, who: str, acks: int) -> "ReceivedReader | None":
-        """Return the ring; None if ingress has not made one for this data directory. Raises BusyError if it is read."""
+        """Return the ring; None if it is missing or of another data directory. Raises BusyError if it has a reader."""
         path = shm_path(instance, NAME)
         fd = open_existing(path)
         if fd is None:
@@ -173,7 +173,7 @@ class ReceivedReader(SharedFile):
             found = make_identity(data_id, 0, int(field(text, "bytes") or 0), 0, "block")
             if text == found.text() and os.fstat(fd).st_size == found.file_bytes:
                 RingLock(fd, READER).acquire(f"ring {instance}.{NAME} (reader)", read_text(fd, READER))
-                if is_same_file(fd, path):  # else it was made anew between the two looks
+                if is_same_file(fd, path):  # else it was replaced between the two looks
                     reader = cls(instance, fd, found, who, acks)
             return reader
         finally:
@@ -185,7 +185,7 @@ class ReceivedReader(SharedFile):
         return not self._peer.is_held()
 
     def holds(self, start: int, end: int) -> bool:
-        """Return True if these positions may be spoken of: put by ingress, and in one piece."""
+        """Return True if a control line may name these positions: put by ingress, and in one piece."""
         return start <= end <= self.cells[_HEAD] and start % self.size + end - start <= self.size
 
     def text(self, start: int, end: int) -> bytes:
@@ -194,7 +194,7 @@ class ReceivedReader(SharedFile):
         return self.mm[at : at + end - start]
 
     def release(self, position: int) -> None:
-        """Give back the room of everything before `position`, which is committed in the ring `framed`."""
+        """Free everything before `position`, which is committed in the ring `framed`."""
         cells = self.cells
         if position > cells[TAIL]:
             cells[TAIL] = position
@@ -208,7 +208,7 @@ class ReceivedReader(SharedFile):
 
 Part = bytes | bytearray | memoryview
 _CONTROL_LINE = -1
-_PROMPT_BYTES = 128 * KIB  # put so much, and the framer is told at once: it works while ingress receives the next
+_PROMPT_BYTES = 128 * KIB  # after so many bytes the framer is told at once, to work while ingress receives more
 
 
 class Handover:
@@ -216,22 +216,22 @@ class Handover:
 
     def __init__(self, fd: int, ring: ReceivedWriter) -> None:
         self.fd, self.ring = fd, ring
-        # Put or said, but the ring had no room; a control line has the count -1.
+        # Calls of `put` and `say` for which the ring had no room; a control line has the count -1.
         self._waiting: deque[tuple[bytes, Sender | None, int, bytes]] = deque()
-        self._piece = 0, 0  # lines that nobody waits for, to be announced as one piece: start and end
+        self._piece = 0, 0  # lines without replies, to be announced as one piece: start and end
         self._lines: list[bytes] = []  # control lines to be written
         self._unsaid = 0  # bytes put since the last flush
         self.is_full = False  # the FIFO has not taken all control lines
 
     @property
     def clogged(self) -> bool:
-        """Return True if something waits for room. Nothing more may be received until `flush` has ended that."""
+        """Return True if lines wait for room. Nothing more may be received until `flush` has passed them on."""
         return self.is_full or bool(self._waiting)
 
     def put(self, parts: Sequence[Part], sender: Sender | None = None, count: int = 0, origin: bytes = b"") -> None:
-        """Hand over whole lines: `count` messages of `sender`, or lines that nobody waits for.
+        """Hand over whole lines: `count` messages of `sender`, or lines without replies.
 
-        `origin`: whose messages they are, if not of the name that the sender has, and after which of its ids (fifo.py).
+        `origin`: their producer if it is not the sender's name, and the id after which they are stored (fifo.py).
         """
         nbytes = sum(map(len, parts))
         start = -1 if self._waiting else self.ring.put(parts, nbytes)
@@ -260,7 +260,7 @@ class Handover:
         self._piece = 0, 0
 
     def say(self, line: bytes) -> None:
-        """Write a control line that speaks of no bytes, after everything that was put."""
+        """Write a control line that names no bytes, after everything that was put."""
         if self._waiting:
             self._waiting.append((line, None, _CONTROL_LINE, b""))
         else:
@@ -268,7 +268,7 @@ class Handover:
             self._lines.append(line)
 
     def say_free(self) -> None:
-        """Tell the framer that nothing before the head is spoken of any more but by the lines before this one."""
+        """Tell the framer that only the control lines before this one name bytes before the head."""
         self.say(fifo.lines(self.ring.birth, self.ring.head, self.ring.head))
 
     def flush(self) -> None:

@@ -88,7 +88,7 @@ class RingFile:
             try:
                 self._lock_writer(fd)
                 if not is_same_file(fd, self.path):
-                    continue  # made anew while we waited
+                    continue  # replaced while we waited
                 is_ours = (
                     read_text(fd, IDENTITY) == self.wanted.text() and os.fstat(fd).st_size == self.wanted.file_bytes
                 )
@@ -101,7 +101,7 @@ class RingFile:
                     os.close(fd)  # and with it the lock
 
     def _create(self, next_seq: int, last_ts: int) -> int | None:
-        """Make the ring; return its descriptor, locked, or None if a ring has the name by now."""
+        """Make the ring; return its descriptor, locked, or None if another ring has taken the name."""
         fd = make_file(f"{self.path}.new", self.wanted.file_bytes)
         self._lock_writer(fd)
         os.pwrite(fd, self.wanted.text().encode(), IDENTITY)
@@ -326,7 +326,7 @@ class RingWriter(Ring):
 
 
 class RingReader(Ring):
-    """The reading end. It never waits for a writer: `attach` returns None until the ring is there and is ours."""
+    """The reading end. It never waits for a writer: `attach` returns None until the ring exists and is ours."""
 
     def __init__(self, instance: str, name: str, fd: int, identity: Identity, who: str, bells: Bells) -> None:
         super().__init__(instance, name)
@@ -335,7 +335,7 @@ class RingReader(Ring):
         self._take_bells(bells)
         self.position: int = self.tail
         self.jumped = False
-        self._jump_unreported = bool(self.cells[FLOOR] > self.cells[TAIL])  # dropped while nobody read
+        self._jump_unreported = bool(self.cells[FLOOR] > self.cells[TAIL])  # dropped while there was no reader
 
     @classmethod
     def attach(cls, instance: str, name: str, identity: Identity, who: str) -> "RingReader | None":
@@ -350,7 +350,7 @@ class RingReader(Ring):
                 RingLock(fd, READER).acquire(f"ring {instance}.{name} (reader)", read_text(fd, READER))
                 cls._check_namespace(fd, path)
                 bells = doorbell.find(read_text(fd, BELLS))
-                if bells is not None and is_same_file(fd, path):  # else it was made anew between the two looks
+                if bells is not None and is_same_file(fd, path):  # else it was replaced between the two looks
                     reader = cls(instance, name, fd, identity, who, bells)
             return reader
         finally:
@@ -397,7 +397,7 @@ class RingReader(Ring):
         return blocks
 
     def release(self, block: Block) -> None:
-        """Give back the room of all blocks up to `block`, which are durable (invariant 3)."""
+        """Free all blocks up to `block`, which are durable (invariant 3)."""
         cells = self.cells
         cells[TAIL_MESSAGES] = block.messages
         cells[TAIL] = block.end
@@ -406,7 +406,7 @@ class RingReader(Ring):
             self.writer_bell.ring(asleep)
 
     def wait(self, is_news: Callable[[], bool] = lambda: False) -> None:
-        """Sleep until the writer appends a block, or somebody who has made `is_news` true rings; at most WAIT_S."""
+        """Sleep until the writer appends a block, or rings because `is_news` became true; at most WAIT_S."""
         self.cells[READER_SLEEPS] = time.monotonic_ns()
         fence()
         if self.committed().head <= self.position and not is_news():
@@ -439,11 +439,11 @@ class RingReader(Ring):
 
 
 class RingObserver(Ring):
-    """A third process that looks at the blocks that the reader has not released, under `block`. It holds no lock."""
+    """A third process that reads the blocks that the reader has not released, under `block`. It holds no lock."""
 
     @classmethod
     def find(cls, instance: str, name: str, identity: Identity) -> "RingObserver | None":
-        """Return the ring, observed from its tail on; None while there is none of this identity, or without bells."""
+        """Return the ring, observed from its tail on; None while no ring has this identity, or it has no bells."""
         path = shm_path(instance, name)
         fd = open_existing(path)
         if fd is None:
@@ -471,7 +471,7 @@ class RingObserver(Ring):
     def take(self) -> list[tuple[int, Block]]:
         """Return the blocks that were committed since the last call, each with its position. See `has`.
 
-        The list begins later than the last one ended where the reader has released blocks meanwhile.
+        If the reader has released blocks meanwhile, the list begins later than the last one ended.
         """
         record = self.committed()
         found: list[tuple[int, Block]] = []
@@ -483,7 +483,7 @@ class RingObserver(Ring):
             try:
                 block, end = block_at(self, at, record.head)
             except CorruptError:
-                if not self.has(at):  # written over while we looked
+                if not self.has(at):  # overwritten while we looked
                     continue
                 raise
             if not self.has(at):
@@ -494,7 +494,7 @@ class RingObserver(Ring):
         return found
 
     def has(self, position: int) -> bool:
-        """Return True if the reader has not released the block there: what was read of it before this call is right."""
+        """Return True if the reader has not released the block there: so bytes read before this call are valid."""
         fence()
         return bool(self.cells[TAIL] <= position)
 

@@ -9,7 +9,7 @@ Crash       The content of the active area ends at its last byte that is not NUL
             Killed after the read      the restart finds the bytes by that rule and frames them;
             killed before the commit   the same bytes are framed again, in the place of the uncommitted block;
             killed while copying       the other area is not in force yet, and the start zeroes it again;
-            all killed, with the FIFO  the rest of a half read line never comes: forget_unfinished.
+            all killed, with the FIFO  the rest of a partly read line never arrives: forget_unfinished.
             With one area instead of two, a copy would overwrite bytes whose commit is not in force yet, and a
             kill right then would frame them twice or not at all.
 Not covered A write whose last byte is NUL, cut off by a full area and then by a kill, loses that NUL: no legal line has
@@ -23,7 +23,7 @@ from kmq.config.values import KIB
 from kmq.links.layout import BLOCKS, Consumed, Framed, Received, RingCommit
 from kmq.links.ring import RingWriter
 
-_CHUNK = 64 * KIB  # searched or zeroed at once: small enough to leave no hole in the heap behind
+_CHUNK = 64 * KIB  # searched or zeroed at once: small enough not to fragment the heap
 READ_BYTES = 256 * KIB  # read from the FIFO at once: fits the second-level cache, some blocks of short lines
 
 _ZEROS = memoryview(bytes(_CHUNK))
@@ -35,7 +35,7 @@ def area_bytes(max_line: int) -> int:
 
 
 class StagingAreas:
-    """The two areas behind the blocks of the ring `framed`."""
+    """The two areas after the blocks of the ring `framed`."""
 
     def __init__(self, ring: RingWriter, size: int) -> None:
         self.ring, self.size = ring, size
@@ -100,7 +100,7 @@ class StagingAreas:
         return self.mm[start + self.consumed : start + self.filled]
 
     def forget_unfinished(self) -> int:
-        """Drop the line that is not whole, because its rest will never come; return how many bytes it had."""
+        """Drop the unfinished line, because its rest will never arrive; return how many bytes it had."""
         start = self._start(self.active)
         end = self.consumed + len(self.lines())
         forgotten = self.filled - end
@@ -115,7 +115,7 @@ class StagingAreas:
     def copy_rest(self, consumed: int) -> int:
         """Copy what follows `consumed` to the other area; return the number of that area, to be committed.
 
-        Until that commit nothing has happened; call `adopt` after it.
+        Before that commit the copy has no effect; call `adopt` after it.
         """
         other = 1 - self.active
         start, there = self._start(self.active), self._start(other)

@@ -1,14 +1,15 @@
 """How large a topic is: offsets, bytes and segments of each partition. Reads files, changes nothing.
 
-Memory      `Bounds`, for listings of thousands of topics, has a few hundred bytes for each partition. After a listing
-            of all it has no more topics than there are.
+    Bounds(data).of("orders", 0) → (4711, 9000): the first offset, and the offset of the next record
+
+Memory      `Bounds`, for listings of thousands of topics, has a few hundred bytes for each partition. A listing of all
+            topics removes deleted topics from it.
 """
 
-import os
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from kmq.files import Signature, is_settled, signature
 from kmq.log import reader, segment, topics
 from kmq.log.partition import directory_of
 from kmq.log.topics import Declaration
@@ -42,33 +43,20 @@ def measure(data: str, topic: str, partitions: int) -> list[PartitionSize]:
 
 # --- cached ----------------------------------------------------------------------------------------------------------
 
-Signature = tuple[int, ...]
-_TICK_NS = 50_000_000  # of the clock of mtimes, at most
-
-
-def _signature(path: str) -> Signature:
-    status = os.stat(path)
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
-
-def is_settled(directory: Signature) -> bool:
-    """Return True if the next change of a directory gives it another mtime. What it lists is read after this."""
-    return time.time_ns() - directory[1] > _TICK_NS
-
 
 def _active(directory: str) -> tuple[str, Signature] | None:
-    """Return the last segment of a partition, and the signature that its next record changes, or a roll."""
+    """Return the last segment of a partition, and its signature, which the next record or a roll changes."""
     try:
-        seen = _signature(directory)
+        seen = signature(directory)
         if not is_settled(seen) or not (segments := segment.listing(directory)):
             return None
-        return segments[-1][1], seen + _signature(segments[-1][1])
+        return segments[-1][1], seen + signature(segments[-1][1])
     except FileNotFoundError:
         return None
 
 
 class Bounds:
-    """First and end offsets of partitions, cached until a file changes that they were read from."""
+    """First and end offsets of partitions, cached until a file that they were read from changes."""
 
     def __init__(self, data: str) -> None:
         self._data = data
@@ -81,7 +69,7 @@ class Bounds:
     def names(self) -> list[str]:
         """Return the names of all topics, in order; none without a data directory."""
         try:
-            now = _signature(f"{self._data}/topics")
+            now = signature(f"{self._data}/topics")
             if now != self._listed[0]:
                 self._listed = now if is_settled(now) else (), topics.names(self._data)
                 self.keep(self._listed[1])
@@ -90,7 +78,7 @@ class Bounds:
         return self._listed[1]
 
     def keep(self, names: list[str]) -> None:
-        """Forget topics that have been deleted: all but these."""
+        """Forget all topics except these: the others were deleted."""
         if len(self._declared) <= len(names):
             return
         gone = {*self._declared} - {*names}
@@ -109,7 +97,7 @@ class Bounds:
     def declaration(self, topic: str) -> Declaration:
         """Return what a topic's file says."""
         try:
-            now = _signature(topics.toml_path(self._data, topic))
+            now = signature(topics.toml_path(self._data, topic))
         except FileNotFoundError:
             return topics.read(self._data, topic)
         cached = self._declared.get(topic)
@@ -123,7 +111,7 @@ class Bounds:
         cached = self._bounds.get(directory)
         if cached is not None:
             try:
-                if _signature(directory) + _signature(cached[0]) == cached[1]:
+                if signature(directory) + signature(cached[0]) == cached[1]:
                     return cached[2]
             except FileNotFoundError:
                 pass
@@ -138,9 +126,9 @@ class Bounds:
         return bounds
 
     def stamp(self, topic: str, partition: int, end: int) -> tuple[int, int] | None:
-        """Return (seq, recv_ts) of the record before `end`, which `of` has returned; None if it cannot be told."""
+        """Return (seq, recv_ts) of the record before `end`, which `of` has returned; None if it is not known."""
         directory = directory_of(self._data, topic, partition)
-        _, seen, _ = self._bounds.get(directory, ("", (), ()))  # of another thread by now, perhaps
+        _, seen, _ = self._bounds.get(directory, ("", (), ()))  # another thread may have replaced it
         cached = self._stamps.get(directory)
         if not seen or cached is None or cached[0] != (seen, end):
             cached = (seen, end), reader.partition(self._data, topic, partition).stamp_of(end - 1)

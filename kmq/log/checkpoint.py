@@ -1,6 +1,6 @@
 """router.ckpt: the seq up to which all partition logs are on disk, and what each log then held.
 
-Also what counts where other files say more or something else: the records of topic changes, and the end of the WAL.
+Also decides which copy counts where files differ: about a topic (records of topic changes), or about the last seq.
 
     <WAL seq>
     topic|partition|end_offset|last_seq|bytes      one row per partition
@@ -10,19 +10,19 @@ Also what counts where other files say more or something else: the records of to
     crc32|<crc32 of the lines above>
 
 The rows of a topic that was deleted later are ignored (kmq/log/deletions.py).
-A damaged checkpoint is ignored, because one wrong digit would number records wrongly. A topic without a row for its
-partitioner: its checkpoint may be of a release that knew neither partitioners nor growth, and `complete` completes it.
-`bytes` counts all segments from `first_offset` on, so a start sees by their sizes alone if an earlier one was cut or is
-missing. Retention first moves `first_offset` here, and deletes afterwards: a segment that is missing behind it was
-lost, not deleted. `from_seq` and the partitioner are in topic.toml too; here they outlive the directory.
+A damaged checkpoint is ignored, because one wrong digit would number records wrongly. If a topic has no row for its
+partitioner, a release without partitioners and growth may have written the file: `complete` adds both. `bytes` counts
+all segments from `first_offset` on, so a start sees by their sizes alone if an earlier one was cut or is missing.
+Retention first moves `first_offset` here, then deletes: a segment missing after `first_offset` was lost, not deleted.
+`from_seq` and the partitioner are in topic.toml too; here they outlive the directory.
 
 Invariant   Every record up to the WAL seq lies in its partition log, and those logs were fsynced before the file got
             its name. So a start replays the WAL from there, and a log smaller than its row was cut later.
             No seq is given out twice (`agreed_end`).
 Crash       The file is replaced atomically: the old or the new is there. If there is none, the WAL is replayed from its
-            beginning. The next start deletes segments in front of `first_offset` that still exist.
+            beginning. The next start deletes segments before `first_offset` that still exist.
 Mechanism   The fsyncs run in a thread beside the routing, because they release the interpreter lock. The rows are a
-            snapshot, and the logs only grow beyond it.
+            snapshot; after it the logs only grow.
 """
 
 import os
@@ -114,7 +114,7 @@ def routed_seq(data: str) -> int:
 
 
 def wal_is_free_up_to(data: str) -> int:
-    """Return up to which seq neither the router nor the dedupe table needs the WAL after a crash."""
+    """Return the seq up to which neither the router nor the dedupe table needs the WAL after a crash."""
     return min(routed_seq(data), dedupe_file.checkpoint_seq(data))
 
 
@@ -196,7 +196,7 @@ class Checkpointer:
 
 
 class RecordedTopic:
-    """What the records say of a topic in force from one seq on."""
+    """What the records say of one topic, which is in force from one seq on."""
 
     __slots__ = ("grown", "limits", "partitioner", "partitions")
 
@@ -210,7 +210,7 @@ RecordedTopics = Mapping[tuple[str, int], RecordedTopic]  # topic, from_seq
 
 
 def recorded_topics(data: str) -> RecordedTopics:
-    """Return every topic that a record has declared, deleted ones too; none if the records are damaged."""
+    """Return every topic that a record has declared, deleted topics too; {} if the records are damaged."""
     found: dict[tuple[str, int], RecordedTopic] = {}
     try:
         for change in _recorded_changes(data, topic_changes.KEY):
@@ -231,15 +231,16 @@ def recorded_topics(data: str) -> RecordedTopics:
 
 
 class RecordedStart(namedtuple("RecordedStart", ("offset", "seq"))):
-    """An offset with which a partition was to begin, at most its end by then, and the seq of the record that says so."""
+    """The offset at which a record lets a partition begin (or at its end, if that is lower); the record's seq."""
 
     __slots__ = ()
 
 
 def recorded_starts(data: str) -> dict[tuple[str, int, int], list[RecordedStart]]:
-    """Return (topic, from_seq, partition) → where the records let it begin; none if the records are damaged.
+    """Return (topic, from_seq, partition) → where the records let it begin; {} if the records are damaged.
 
-    That is more than one record, from the highest offset down, if the earlier ones may have been beyond the end by then.
+    A later record with a lower offset is listed after the earlier ones, because their offsets may have been above the
+    end.
     """
     found: dict[tuple[str, int, int], list[RecordedStart]] = {}
     try:
@@ -256,7 +257,7 @@ def recorded_starts(data: str) -> dict[tuple[str, int, int], list[RecordedStart]
 
 
 def highest(starts: Sequence[RecordedStart]) -> int:
-    """Return the highest offset of starts of a partition; 0 if there are none."""
+    """Return the highest offset among the starts of a partition; 0 without a start."""
     return starts[0].offset if starts else 0
 
 
@@ -272,7 +273,7 @@ def _recorded_changes(data: str, key: bytes) -> Iterator[topic_changes.TopicChan
 
 
 def complete(data: str, rows: Rows, since: Mapping[str, Since], known: RecordedTopics) -> dict[str, Since]:
-    """Return since when each topic is in force, as it counts: also topics that only a record and topic.toml have.
+    """Return `since` completed from records and topic.toml: missing partitioners and growth, and topics that it lacks.
 
     `rows`, `since`: what router.ckpt says.
     """
@@ -292,7 +293,7 @@ def complete(data: str, rows: Rows, since: Mapping[str, Since], known: RecordedT
         grown = stated.grown if stated else ()
         is_life = not declared.is_guessed and declared.from_seq == from_seq
         partitioner = record.partitioner if record else PARTITIONERS[declared.partitioner] if is_life else CRC32
-        # A growth that leads to other partitions than the checkpoint has came later, or was refused.
+        # A growth to another number of partitions than the checkpoint has came later, or was refused.
         partitions = counts[name] or declared.partitions
         sources = [each for each in (declared if is_life else None, record) if each and each.partitions == partitions]
         longer = [each.grown for each in sources if list(each.grown[: len(grown)]) == list(grown)]

@@ -1,18 +1,19 @@
-"""What of the WAL is committed: where each epoch begins, what may be shown, and the cut of what a leader does not have.
+"""The committed part of a shard's WAL: its epochs, the seq that readers may see, and the cut of records the leader
+lacks.
 
     __kmq.epoch|<ts>||epoch=8 mark=0c1d… broker=b level=2      the first record of an epoch; `mark`: of its register
     committed           `<seq> crc32=…`: up to this seq all replicas that can be elected have the records
     cut/<first seq>-<epoch>.log     records that were cut, as they were stored
 
-A record is of the epoch of the last such line before it, of epoch 0 before the first. Epochs are in the queue `__kmq`,
-which retention never touches, and in the end of the WAL that is not routed yet.
+A record belongs to the epoch of the last such line before it; before the first, to epoch 0. These lines are in the
+queue `__kmq`, which retention never touches, and in the end of the WAL that is not routed yet.
 
 Owner       the process `replica`. It cuts while no stage has the WAL open; the framer alone writes records of epochs.
 Invariant   `committed` never says more than was committed. A record is never cut before it is on disk in cut/. Nothing
             that a queue, router.ckpt, producers.ckpt or `committed` covers is ever cut.
-Crash       `committed` is replaced, and not synced: after a power cut it may say less, or cannot be read and says 0.
-            At any point of a cut the WAL is as it was, or ends earlier, after a whole record. The same cut, made again,
-            finishes it, and takes what the first one has put into cut/ for its own.
+Crash       `committed` is replaced, and not synced: after a power cut it may name a lower seq, or be unreadable, which
+            counts as 0. At any point of a cut the WAL is as it was, or ends earlier, after a whole record. Repeating
+            the same cut finishes it, and reuses the file that the first attempt put into cut/.
 Memory      An epoch takes some hundred bytes. A cut reads a MiB at once.
 """
 
@@ -40,7 +41,7 @@ _PAYLOAD = re.compile(rb"epoch=(\d{1,18}) mark=([0-9a-f]{16}) broker=([^ ]+) lev
 
 
 class EpochRecord(namedtuple("EpochRecord", ("epoch", "mark", "broker", "level", "seq"))):
-    """The first record of an epoch. `mark`: of the register by which its leader was elected, 64 bits."""
+    """The first record of an epoch. `mark`: 64 bits that name the register by which its leader was elected."""
 
     __slots__ = ()
 
@@ -51,7 +52,7 @@ def encode_epoch(epoch: int, mark: int, broker: str, level: int, now: bytes) -> 
 
 
 def decode_epoch(line: bytes) -> EpochRecord:
-    """Return what a stored record says. Raises ValueError if it begins no epoch."""
+    """Decode a stored record. Raises ValueError if it begins no epoch."""
     stored = record.fields(line.rstrip(b"\n"))
     match = _PAYLOAD.fullmatch(stored.payload)
     if stored.routing_key != EPOCH_KEY or match is None:
@@ -73,8 +74,8 @@ class Epochs:
     def load(cls, data: str, routed_seq: int = 0) -> "Epochs":
         """Return the epochs of a data directory, from the queue `__kmq` and from the WAL after `routed_seq`.
 
-        `routed_seq`: of router.ckpt. Where the queue is damaged, or has less than router.ckpt says, the WAL is read from
-        there. Raises CorruptError if both lack a record.
+        `routed_seq`: of router.ckpt. If the queue is damaged, or ends before the seq in router.ckpt, the WAL is read
+        from there. Raises CorruptError if both lack a record.
         """
         epochs, log, last = cls(), reader.partition(data, topic_changes.TOPIC, 0), 0
         try:
@@ -82,7 +83,7 @@ class Epochs:
                 epochs.absorb(lines)
                 last = record.seq_of(wal.last_line(lines))
             is_whole = last >= _noted_seq(data)
-        except DamageError:  # at its end that may be of a power cut
+        except DamageError:  # at the end of the queue a power cut may cause it
             is_whole = False
         begin = max(routed_seq if is_whole else 0, last) + 1
         if not is_whole and begin < wal.first_seq(data):
@@ -124,7 +125,7 @@ class Epochs:
         return self._firsts[at] - 1 if at < len(self._epochs) else end
 
     def add(self, epoch: int, seq: int) -> None:
-        """Note that `epoch` begins with record `seq`; again is no error. Raises ValueError if it is not a later one."""
+        """Note that `epoch` begins with record `seq`, perhaps again. Raises ValueError unless both rise."""
         at = bisect_right(self._epochs, epoch)
         if at and (self._epochs[at - 1], self._firsts[at - 1]) == (epoch, seq):
             return
@@ -142,7 +143,7 @@ class Epochs:
 
 
 def _noted_seq(data: str) -> int:
-    """Return the last seq that the queue `__kmq` has, as router.ckpt says; 0 if it does not say."""
+    """Return the last seq of the queue `__kmq` by router.ckpt; 0 if router.ckpt has no row for it."""
     try:
         row = checkpoint.load(data)[1].get((topic_changes.TOPIC, 0))
     except (ValueError, LookupError):
@@ -176,13 +177,13 @@ def write_committed(data: str, seq: int) -> None:
 def shown_seq(data: str) -> int:
     """Return the last seq that a queue, router.ckpt or `committed` has: readers may have seen it, so it is committed.
 
-    Never more than the WAL has: whoever owns a file that says more refuses it (`checkpoint.agreed_end`).
+    The WAL never ends before it: a file with a later seq is refused by its owner (`checkpoint.agreed_end`).
     """
     return min(wal.last_stored(data)[0], max(_shown(data).values()))
 
 
 def readable_seq(data: str) -> int | None:
-    """Return up to which seq readers may see the WAL; None: to its end, because the directory is of no shard.
+    """Return the seq up to which readers may see the WAL; None: to its end, because the directory is not in a shard.
 
     The end of the WAL of a shard may yet be cut.
     """
@@ -197,7 +198,7 @@ def _shown(data: str) -> dict[str, int]:
 # --- the cut ---------------------------------------------------------------------------------------------------------
 # In this order, each step on disk before the next one:
 #
-#     copy        what is cut lies in cut/
+#     copy        the records are in a file of cut/
 #     link        append.log leads to the segment that will be active
 #     remove      the segments after it, the newest first: whatever is left has no gap
 #     index, log  of that segment; the index first, because a log that is shorter than its index is damage
@@ -242,7 +243,7 @@ def cut_after(data: str, seq: int, epoch: int) -> tuple[int, str | None]:
 
 def _check_may_cut(data: str, seq: int, first: int) -> None:
     """Raise CorruptError if a record after `seq` must stay. `first`: the first record of the WAL."""
-    if seq < first - 1:  # else an empty segment still says where the log goes on
+    if seq < first - 1:  # else an empty segment still tells the next seq
         raise CorruptError(
             f"{data}/append: cannot be cut after seq {seq}: it begins with seq {first}; the log of its"
             " leader has nothing in common with it; run kmq cluster reset"
@@ -258,7 +259,7 @@ def _check_may_cut(data: str, seq: int, first: int) -> None:
 
 def _end_in(data: str, part: Segment, seq: int) -> int:
     """Return the byte at which record `seq` ends in its segment. Raises CorruptError if the segment lacks it."""
-    reader.check_place(part.path, part.first, by_seq=True)  # its index is about to be written again
+    reader.check_place(part.path, part.first, by_seq=True)  # before its index is rewritten
     with open(part.path, "rb") as file:
         end = wal.end_of(seq, segment.index_path(part.path), file.fileno(), part.size)
         last = record.seq_of(find_tail(file.fileno(), end, is_stored).last or b"%d|" % (part.first - 1))
@@ -277,9 +278,9 @@ def _whole(part: Segment) -> int:
 
 
 def _copy(data: str, name: str, pieces: Sequence[Piece]) -> tuple[str, int]:
-    """Copy what is cut into a file of cut/; return its path and how many records that are.
+    """Copy the records that are cut into a file of cut/; return its path and the number of records.
 
-    A file that has all of it already is of a cut that was killed, and may have more: it stays as it is.
+    If a file has them all, a cut that was killed has left it. It may have more records, and stays as it is.
     """
     make_directory(f"{data}/cut")
     for number in count():
@@ -328,7 +329,7 @@ def _truncate(part: Segment, size: int) -> None:
 
 
 def _forget_old(directory: str) -> None:
-    """Remove all files of cuts but the newest, and what a kill has left."""
+    """Remove all files of cuts except the newest, and files that a kill has left."""
     names = os.listdir(directory)
     found = sorted((os.stat(f"{directory}/{name}").st_mtime_ns, name) for name in names if _NAME.fullmatch(name))
     for name in [*(name for _, name in found[:-KEPT]), *(name for name in names if name.endswith(".log.new"))]:

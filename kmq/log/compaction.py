@@ -1,31 +1,29 @@
 """Log compaction of queues: in sealed segments, a record that a later one of its key replaced becomes a bare newline.
 
-kmq/spark/pipelines/compact.py plans which records are removed. This module says what may be touched, and how a segment
-is swapped under a router that writes, retains and checkpoints, and under readers, so that no process sees half a swap.
+kmq/log/replaced.py plans which records are removed. This module swaps the segments. Meanwhile the router writes,
+retains and checkpoints, and readers read; no process sees half a swap.
 
-Owner       topics/ has one owner, the router. A compactor, any process that sees the directory, only lays out whole
-            segments:
+Owner       topics/ has one owner, the router. A compactor, a process of its own, only lays out whole segments:
 
                 topics/.compacted/<topic>-<partition>-<first>-<end>/log    records first…end-1, without the removed ones
                                                                    /idx    its index
 
-            Each directory appears with one rename and never changes again. The holder of topics/.owner installs it: the
-            router within a second, or a compactor that finds the broker down. So no lock is shared with the hot path,
-            and compaction never overlaps with retention or a checkpoint, because one thread does all three. The router
-            installs a segment if its topic is declared `cleanup = "compact"`, if the next segment still begins at
-            `end`, and if everything sealed is synced; then it checkpoints at once. topics/.compacted/.owner admits one
-            compactor at a time. The broker's own gives way to one that holds topics/.compacted/.wanted.
+            Each directory appears with one rename and never changes again. The router installs it within a second, or
+            after its next start. So no lock is shared with the hot path, and compaction never overlaps with retention
+            or a checkpoint, because one thread does all three. The router installs a segment if its topic is declared
+            `cleanup = "compact"`, if the next segment still begins at `end`, and if everything sealed is synced; then
+            it checkpoints at once. topics/.compacted/.owner admits one compactor at a time.
 Invariant   Offsets never change. The first and the last record of a segment always stay. So each file still says by
             itself which seqs it spans and how old it is, and recovery, retention and repair treat it as any other.
-            A record is removed only because of later records that router.ckpt says are on disk: no power cut takes
+            A record is removed only because of later records that are on disk by router.ckpt, so no power cut takes
             those back. A tombstone (empty payload) is removed only when nothing of its key is left, neither in the
-            queue nor in the WAL: a queue rebuilt from the WAL would bring back what the tombstone had deleted. All
-            that a rebuild changes is that it undoes compaction.
+            queue nor in the WAL: a queue rebuilt from the WAL would bring back what the tombstone had deleted. So a
+            rebuild only undoes compaction.
 Readers     A log has two files. While they are swapped there is no index. A reader opens the index, then the log, then
             checks that the index is still the same (segment_reader.py). So it gets a matching pair, or a log without an
             index, which it checks line by line. Files that a reader holds open do not change.
 Crash       Each rename is synced before the next. What a kill or power cut leaves after each step of an installation:
-              laid out       topics/ is untouched; the next owner installs the segment
+              laid out       topics/ is untouched; the next router installs the segment
               index removed  the old log without an index: read line by line, until the segment is installed
               log renamed    the new log without an index: likewise. A start makes an index, because `bytes` in
                              router.ckpt do not match
@@ -34,7 +32,6 @@ Crash       Each rename is synced before the next. What a kill or power cut leav
 """
 
 import contextlib
-import errno
 import os
 import re
 import shutil
@@ -45,7 +42,7 @@ from itertools import pairwise
 from kmq.errors import BusyError, CorruptError, KmqError
 from kmq.files import make_directory, sync_directory
 from kmq.links.ownership import FileLock, describe
-from kmq.log import checkpoint, segment, topics
+from kmq.log import checkpoint, segment
 from kmq.log.index import IndexWriter
 from kmq.log.partition import directory_of
 from kmq.log.segment_reader import SegmentReader
@@ -53,7 +50,6 @@ from kmq.log.segment_reader import SegmentReader
 _MAKING = ".new-"
 _POLL_S = 0.05
 _SYNC_BYTES = 4 << 20  # written between two syncs: one sync of a large file would delay the WAL's
-GIVE_WAY_S = 30.0  # within this time the compactor in the background gives way to another one
 _PLACE = re.compile(r"([^.].*)-(\d+)-(\d+)-(\d+)")  # other names are ignored: they must not stop a router
 
 
@@ -81,7 +77,7 @@ class Sealed:
 
 
 def outbox(data: str) -> str:
-    """Return the directory in which compacted segments wait for the owner of topics/."""
+    """Return the directory in which compacted segments wait for the router."""
     return f"{data}/topics/.compacted"
 
 
@@ -104,23 +100,19 @@ def sealed(data: str, topic: str, partition: int, end: int) -> list[Sealed]:
 
 
 @contextlib.contextmanager
-def compactor(data: str, in_background: bool = False) -> Iterator[str]:
+def compactor(data: str, waits: bool = False) -> Iterator[str]:
     """Become the only compactor of a data directory, and yield the directory for `lay_out`.
 
-    `in_background`: it has to ask `is_wanted` now and then, and end if so. Any other compactor waits until it has.
-    Raises BusyError if another compactor is at work. The directories of dead compactors are removed, so that tasks
-    they left running can no longer lay out a segment.
+    `waits`: until another compactor has ended; else raises BusyError. Unfinished files of a dead compactor are removed.
     """
     make_directory(outbox(data))
-    what, who = f"{data}: compaction", describe("compact", data)
-    wanted, lock = FileLock(_wanted(data)), FileLock(f"{outbox(data)}/.owner")
-    if in_background and is_wanted(data):
-        raise BusyError(f"{what} is held by {wanted.holder()}")
-    if not in_background:
-        wanted.acquire(what, who)
+    lock = _lock(data)
+    while not lock.try_acquire(describe("compact", data)):
+        if not waits:
+            raise BusyError(f"{data}: compaction is held by {lock.holder() or 'another process'}")
+        time.sleep(_POLL_S)
     making = f"{outbox(data)}/{_MAKING}{os.urandom(8).hex()}"
     try:
-        _acquire(lock, what, who, 0.0 if in_background else GIVE_WAY_S)
         for name in os.listdir(outbox(data)):
             if name.startswith(_MAKING):
                 shutil.rmtree(f"{outbox(data)}/{name}", ignore_errors=True)
@@ -129,24 +121,15 @@ def compactor(data: str, in_background: bool = False) -> Iterator[str]:
     finally:
         shutil.rmtree(making, ignore_errors=True)
         lock.release()
-        wanted.release()
 
 
-def _acquire(lock: FileLock, what: str, who: str, patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
-    while not lock.try_acquire(who):
-        if time.monotonic() >= deadline:
-            raise BusyError(f"{what} is held by {lock.holder() or 'another process'}")
-        time.sleep(_POLL_S)
+def _lock(data: str) -> FileLock:
+    return FileLock(f"{outbox(data)}/.owner")
 
 
-def _wanted(data: str) -> str:
-    return f"{outbox(data)}/.wanted"
-
-
-def is_wanted(data: str) -> bool:
-    """Return True if a compactor waits for the one in the background to end, or is at work."""
-    return FileLock(_wanted(data)).is_held()
+def is_at_work(data: str) -> bool:
+    """Return True if a compactor runs."""
+    return _lock(data).is_held()
 
 
 def lay_out(
@@ -157,7 +140,7 @@ def lay_out(
     `where`: the directory from `compactor`. `pace` is called with the bytes that were written, and may raise. Raises
     DamageError if the segment is damaged: then nothing is laid out.
     """
-    making = f"{where}/{which}-{os.urandom(4).hex()}"
+    making = f"{where}/{which}"
     os.mkdir(making)
     try:
         with SegmentReader(which.path(data), which.first, by_seq=False, sealed=True) as old:
@@ -174,11 +157,7 @@ def lay_out(
             with open(f"{making}/{name}", "rb") as file:
                 os.fsync(file.fileno())
         sync_directory(making)
-        try:
-            os.rename(making, which.place(data))
-        except OSError as err:
-            if err.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another attempt of the same task has finished first
-                raise
+        os.rename(making, which.place(data))
         sync_directory(outbox(data))
     finally:
         shutil.rmtree(making, ignore_errors=True)
@@ -213,27 +192,7 @@ def _no_room(path: str) -> None:
     raise KmqError(f"{path}: the disk is full; nothing was changed")
 
 
-def settle(data: str, timeout_s: float = 30.0) -> None:
-    """Wait until all segments laid out are installed: by the router, or by this process if no router runs."""
-    owner, deadline = FileLock(f"{data}/topics/.owner"), time.monotonic() + timeout_s
-    while waiting(data):
-        if owner.try_acquire(describe("compact", data)):
-            try:
-                for which in waiting(data):
-                    originals = sealed(data, which.topic, which.partition, which.end)
-                    fits = topics.is_compacted(data, which.topic) and which in originals
-                    install(data, which) if fits else discard(data, which)
-            finally:
-                owner.release()
-        elif time.monotonic() > deadline:
-            raise BusyError(
-                f"{outbox(data)}: the router has not installed the compacted segments within {timeout_s:g} s"
-            )
-        else:
-            time.sleep(_POLL_S)
-
-
-# --- the side of the owner of topics/ --------------------------------------------------------------------------------
+# --- the router's side ------------------------------------------------------------------------------------------------
 
 
 def waiting(data: str) -> list[Sealed]:

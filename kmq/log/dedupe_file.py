@@ -7,8 +7,9 @@
 
 `<first>:<last>` are ranges of ids whose seqs are forgotten, `<id>:<seq>:<count>` are runs of ids that follow one
 another. The fingerprints of a producer are base64 of 32-bit words, the lower byte first. Version 1 had no fingerprints
-and no ranges. Those of Kafka's producers are not in the file: in older files they are of other bytes, and a follower of the
-release before must be able to read it.
+and no ranges. Fingerprints of Kafka's producers are not in the file: older files computed them from other bytes, and a
+follower of the release before must be able to read this file. For the same reason the highest pid among forgotten Kafka
+producers is stored as the last id of a producer, FORGOTTEN_NAME, a name that no connection has.
 
 Owner       the framer writes the file (kmq/framing/dedupe.py). The start, retention and repair read it.
 Invariant   The file is used as a whole or not at all: its crc covers the seq and all rows.
@@ -25,6 +26,7 @@ from zlib import crc32
 from kmq.message.ids import PRINTS, KnownProducer, WindowSnapshot, is_of_door, pack, unpack
 
 _VERSION = 2
+FORGOTTEN_NAME = b"__kafka-forgotten"
 _ROWS_PER_PAUSE, _PAUSE_S = 256, 0.00005
 ROWS_PER_BEAT = 1024  # rows between two signs of life, because the settings allow any number of rows
 
@@ -55,7 +57,7 @@ class TableSnapshot:
     def __init__(self, seq: int, producers: Iterable[KnownProducer], window: WindowSnapshot, generation: int) -> None:
         self.seq = seq
         self._window = window
-        self._generation = generation  # of producers that are copied, or younger than this snapshot
+        self._generation = generation  # of producers that are copied, or newer than this snapshot
         self._left = list(producers)
         self._left.reverse()
         self._names: list[_Name] = []
@@ -67,7 +69,7 @@ class TableSnapshot:
         p.generation = self._generation
 
     def copy(self, seconds: float) -> bool:
-        """Copy producers for about so long; return True once all are copied."""
+        """Copy producers for about `seconds`; return True once all are copied."""
         until = time.monotonic() + seconds
         while self._left:
             producer = self._left.pop()
@@ -113,11 +115,11 @@ class Saved:
 
     def rows(self, prefix: bytes = b"") -> Iterator[KnownProducer | WindowRow]:
         """Yield the producers and the ids of windows whose rows begin with `prefix`, in the order of the file."""
-        return (_decode_row(row) for row in self._text.splitlines() if row.startswith(prefix))
+        return (_decode_row(row) for row in self._text.split(b"\n")[:-1] if row.startswith(prefix))
 
 
 def read(data: str) -> Saved | None:
-    """Return what producers.ckpt says; None if there is no file. Raises ValueError if it cannot be used."""
+    """Return the content of producers.ckpt; None if there is no file. Raises ValueError if it cannot be used."""
     try:
         with open(path(data), "rb") as file:
             return Saved(file.read())

@@ -118,7 +118,7 @@ class Deleted:
         return cls(read(data))
 
     def last_seq(self, topic: str) -> int:
-        """Return up to which seq records of the topic are deleted; 0: none."""
+        """Return the seq up to which records of the topic are deleted; 0: it was never deleted."""
         return self.lives[topic][-1][1] if topic in self.lives else 0
 
     def first_offset(self, topic: str, partition: int) -> int:
@@ -140,7 +140,7 @@ def detach(data: str, topic: Topic) -> None:
 
 
 def sweep(data: str) -> Iterator[None]:
-    """Remove the renamed directories of deleted topics, also those that are renamed meanwhile; one file a step."""
+    """Remove the renamed directories of deleted topics, also any renamed meanwhile; one file per step."""
     while left := [entry for entry in os.listdir(f"{data}/topics") if entry.startswith(_ASIDE)]:
         for path, directories, files in chain.from_iterable(
             os.walk(f"{data}/topics/{entry}", topdown=False) for entry in left

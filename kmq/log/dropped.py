@@ -1,7 +1,9 @@
 """dropped.log: the seqs that `drop_oldest` dropped, `ring|first_seq|last_seq|count|ts`, one line per range.
 
+    framed|17|19|3|1795276288.490144    seqs 17 to 19, three messages, were dropped from the ring `framed`
+
 Writers     the reader of each ring: durability for `framed`, the router for `durable`. One line is one append, synced.
-Invariant   A range is in the file, on disk, before its reader continues behind it. So no record after a gap is
+Invariant   A range is in the file, on disk, before its reader continues after it. So no record after a gap is
             stored before the gap is named.
 Crash       The next writer cuts a torn last line, finds its range in the ring again, and names it again.
 """
@@ -40,7 +42,8 @@ def lines(data: str) -> Iterator[tuple[int, bytes]]:
 def read(data: str, ring: str, skips_damaged: bool = False) -> list[SeqRange]:
     """Return the named ranges of one ring, in order.
 
-    `skips_damaged`: for a report. Whoever goes by the result would take dropped records for lost, or bring them back.
+    `skips_damaged`: for reports only. Code that acts on an incomplete list would take dropped records for lost, or
+    bring them back.
     """
     ranges = []
     for byte, line in lines(data):

@@ -10,15 +10,15 @@
 
 Version 2 (its lines look like those of version 1): an index begins with a label (index.py). Indexes of segments before
 `from_seq` may have none. In a routing key `.@` is a mark (record.py): records before `marks_from` were routed without
-marks, and keep their place. Durability raises a directory of version 1 to 2, because it knows where the WAL ends. It
-does the same for an early version 2, which has no `marks_from`.
+marks, and stay in their partitions. Durability raises a directory of version 1 to 2, because it knows where the WAL
+ends. It does the same for an early version 2, which has no `marks_from`.
 
-Version 3: a topic has another partitioner than crc32, or has grown. Releases that know neither would lead its records
-to other partitions, and the number makes them refuse the directory. The router raises version 2 to 3 before it puts
+Version 3: a topic has another partitioner than crc32, or has grown. Releases that know neither would route its records
+to other partitions, so this number makes them refuse the directory. The router raises version 2 to 3 before it puts
 the first such topic in force. docs/decisions/topic-growth.md
 
-Version 4: a record has said where partitions begin. Releases that do not know it would bring back what it has deleted,
-and number records behind an empty start wrongly. The router raises older versions to 4 before it carries out the first.
+Version 4: a record sets where partitions begin. Releases without such records would bring back deleted records, and
+number those after an empty start wrongly. The router raises older versions to 4 before it carries out the first one.
 docs/decisions/starts.md
 """
 
@@ -48,11 +48,12 @@ class DataMissingError(RetryError):
 def open_data(path: str, known: str = "", shard: str = "") -> str:
     """Make `path` a data directory unless it is one, and return its id.
 
-    `shard`: KMQ_SHARD. A replica of another shard, or of any if there is none, would go its own way: ConfigError.
+    `shard`: KMQ_SHARD. Raises ConfigError for a replica of another shard, or of any shard if `shard` is empty: it would
+    diverge.
 
-    `known`: the id of the directory that is in use there. Then nothing is made, and DataMissingError is raised while
-    `path` is not that directory, or cannot be read and written.
-    Raises ConfigError if it cannot be one, RetryError if the disk is full or fails.
+    `known`: the id of the directory that is in use there. Then nothing is made. Raises DataMissingError while `path` is
+    not that directory, or cannot be read and written.
+    Raises ConfigError if `path` cannot be a data directory, RetryError if the disk is full or fails.
     """
     if known:
         _check_known(path, known)
@@ -89,7 +90,8 @@ def _check_known(path: str, known: str) -> None:
         why = f"it is another one, with the id {found!r}" if found != known else why
     if why:
         raise DataMissingError(
-            f"KMQ_DATA={path!r}: the data directory of this broker, which runs, is not there: {why}; put it back"
+            f"KMQ_DATA={path!r}: is not the data directory with which this broker runs, or has run until a few seconds ago:"
+            f" {why}; put it back, or, to begin with a new one: kmq down, and kmq up some 5 s later"
         )
 
 
@@ -98,7 +100,7 @@ def _check_shard(path: str, shard: str) -> None:
     try:
         with open(f"{path}/replica", encoding="latin-1") as file:
             found = _SHARD.search(file.read(_LONGEST))
-    except (FileNotFoundError, NotADirectoryError):  # of another error nobody knows whether it is one
+    except (FileNotFoundError, NotADirectoryError):  # other errors do not tell if it is a replica
         return
     name = found[1] if found else "one that its file `replica` does not name (a reset or a detach may not be finished)"
     if name != shard:
@@ -193,7 +195,7 @@ def raise_version(path: str, next_seq: int) -> bool:
 
 
 def raised_text(path: str, number: int) -> str:
-    """Return the content of `format` with this version; "" if it has no lower one, or cannot be read."""
+    """Return the content of `format` raised to this version; "" if its version is not lower, or it cannot be read."""
     with contextlib.suppress(FileNotFoundError):
         parsed = _parse(read(path, "format"))
         if parsed is not None and parsed[0] < number:
@@ -216,7 +218,7 @@ def lineage(path: str) -> str:
 
 
 def of_records(path: str) -> str:
-    """Return by what readers know the records: the id; in a shard the lineage, which all of its replicas have."""
+    """Return the name by which readers know these records: the id; in a shard the lineage, which all replicas share."""
     return lineage(path) if os.path.exists(f"{path}/replica") else read(path, "id")
 
 

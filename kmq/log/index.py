@@ -7,9 +7,9 @@ first record. A segment is trusted only if the label names its place and its fir
 a file that a restore has put in a wrong place is damage, not data. Indexes of format 1 begin with the first block.
 
 A line describes the block that begins at `byte_position` with record `offset`, received at `recv_ts`; the block ends
-where the next one begins, and `crc32` (zlib) covers its bytes. The open block gets a provisional line now and then: the
-last line for an offset counts, and its crc covers the block up to the end of some line in it. In a sealed segment it
-covers the whole block.
+where the next one begins, and `crc32` (zlib) covers its bytes. The open block gets a provisional line now and then,
+whose crc covers the block up to the end of some line. The last line for an offset counts. In a sealed segment it covers
+the whole block.
 
 Invariant   An index never says more than the log holds: it is written after the log, cut when the log is cut, and
             can be thrown away, because everything in it follows from the log.
@@ -28,7 +28,7 @@ from kmq.log import identity
 from kmq.message import record
 
 BLOCK_BYTES = 64 << 10
-_MOST_PENDING = 16  # final lines that are not written yet: who reads the end of a log checks what has none line by line
+_MOST_PENDING = 16  # final lines not written yet: a reader checks the records without an index line one by one
 _HEAD_BYTES = 64  # a seq and a time are shorter
 _WINDOW = 4 << 10  # bytes looked through at once for the end of a line
 
@@ -220,7 +220,8 @@ class IndexWriter:
     def resume(self, log_fd: int, log_size: int, first_offset: int, check: Callable[[], None] = lambda: None) -> None:
         """Cut what the log no longer holds, and pick up the open block of a log of `log_size` bytes.
 
-        If the index is missing or behind, the lines after its last entry are indexed now; `check` is called meanwhile.
+        If the index is missing or incomplete, the lines after its last entry are indexed now; `check` is called
+        meanwhile.
         """
         entries = read_entries(self.path, log_size)
         self._rewrite_if_damaged(entries, log_size, log_fd)
@@ -352,7 +353,7 @@ class IndexWriter:
 
     @property
     def is_behind(self) -> bool:
-        """Return True if so much of the log has no index line in its file that it should be flushed."""
+        """Return True if so many blocks lack their line in the index file that `flush` is due."""
         return len(self._pending) >= _MOST_PENDING
 
     def seal(self, wait_for_room: WaitForRoom | None = None) -> None:

@@ -1,13 +1,14 @@
-"""Writes the index of a segment again that a power cut or a hand has taken, if its records belong where they lie.
+"""Rewrites the lost index of a segment (a power cut or a person removed it) if its records belong where they lie.
 
-A reader does not believe a segment without the first line of its index (segment_reader.py). So a start looks at the index
-of every segment: missing, empty, NULs, or cut in its first or last line, it is written again from the records.
+A reader does not trust a segment without the first line of its index (segment_reader.py). So a start looks at the index
+of every segment. An index that is missing, empty, all NULs, or cut in its first or last line is rewritten from the
+records.
 
 Owner       the owner of the log at its start: durability for the WAL, the router for a queue.
 Invariant   A segment gets a label only if its records are whole and belong there: stored lines with rising seqs, between
             those of its neighbours, as many as its place has room for; and the other copy (WAL and queue) has nothing
-            else under the seqs of its first and last record. Otherwise it stays as it is, and no reader believes it. A
-            label that is there is never changed: one of another place is damage.
+            else under the seqs of its first and last record. Otherwise it stays as it is, and no reader trusts it. An
+            existing label is never changed: a label of another place is damage.
 Crash       Repeated by the next start. The next checkpoint, or the caller, syncs what was written.
 Cost        One small read for each segment whose index is whole.
 """
@@ -56,7 +57,7 @@ def check(
     contradiction: Contradiction,
     sign: Callable[[], None],
 ) -> None:
-    """Check that a segment may get an index again; raises DamageError if not. It may if its index has a label.
+    """Raise DamageError unless the index of this segment may be rewritten. An index with a label always may.
 
     `segments`: of the log, in order. `end`: the offset at which the segment ends; in the WAL the first seq of the next
     segment. `sign` is called during long work.
@@ -67,7 +68,7 @@ def check(
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         if read_label(file.read(MAX_LABEL)):
             return
-    if not read_entries(path, part.size):  # nothing in it says anything of the records
+    if not read_entries(path, part.size):  # no entry describes a record
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
     with SegmentReader(part.path, part.first, by_seq, sealed=False, owner=True) as opened:
@@ -88,7 +89,7 @@ def check(
 
 
 def _misfit(following: int, end: int, by_seq: bool, path: str) -> str:
-    """Return how a segment whose records end at `following` does not fit in front of `end`."""
+    """Return how a segment whose last record is before `following` contradicts its `end`; "" if it does not."""
     if by_seq:
         data = os.path.dirname(os.path.dirname(path))
         is_short = following < end and dropped.without(following, end - 1, dropped.accounted(data))
@@ -97,7 +98,7 @@ def _misfit(following: int, end: int, by_seq: bool, path: str) -> str:
 
 
 def _disorder(first: int, last: int, before: Segment | None, after: Segment | None) -> str:
-    """Return how seqs first…last do not lie between those of the segments `before` and `after`."""
+    """Return how the seqs first…last overlap those of the segments `before` and `after`; "" if they lie between."""
     if before is not None and (seq := segment.last_seq(before)) >= first:
         return f"begins with seq {first}, but the segment before it ends with seq {seq}"
     if after is not None:
@@ -117,7 +118,7 @@ def _first_line(opened: SegmentReader) -> bytes:
 
 
 def write(part: Segment, by_seq: bool, wait_for_room: WaitForRoom, sign: Callable[[], None]) -> str:
-    """Write the index of a sealed segment again, and return its path. Raises DamageError if what is left of it differs."""
+    """Rewrite the index of a sealed segment; return its path. Raises DamageError if the old entries differ."""
     path = segment.index_path(part.path)
     reader.indexed_end(part.path, part.first, by_seq)  # the damage must not get a new crc
     fd = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -145,7 +146,7 @@ def queue_contradiction(data: str, table: Table, line: bytes) -> str:
         found = log.find(seq, SEQ)
         others = found is not None and found.offset > log.first_offset
         if found is None or (record.seq_of(found.line) > seq and not others):
-            return ""  # the queue ends in front of it, or begins behind it
+            return ""  # the queue ends before it, or begins after it
     except (DamageError, FileNotFoundError):
         return ""
     if found.line == line or (record.seq_of(found.line) > seq and topics.is_compacted(data, topic.name)):

@@ -1,5 +1,7 @@
 """A partition log: the lines of one partition of one topic, in order, each once.
 
+    topics/orders/0/00000000000000004711.log    a segment of partition 0 of `orders`: the records from offset 4711 on
+
 Owner       the router is the only writer (lock topics/.owner). Any process may read.
 Invariant   The segments are a prefix of the records that the WAL routes here, without those that retention deleted from
             the front. `last_seq` is the seq of the last line: a line whose seq is not above it is already in the log
@@ -168,7 +170,7 @@ class PartitionLog:
         self._place = self._place._replace(link=name)
 
     def take_unsynced(self) -> list[str]:
-        """Return the files that were written since the last checkpoint, which syncs them. Records before their index."""
+        """Return the files written since the last checkpoint, for the next one to sync: each log before its index."""
         files = [*self.unsynced, self.path, segment.index_path(self.path)]
         self.unsynced.clear()
         return files
@@ -207,7 +209,7 @@ class PartitionLog:
             state.last_seq = first_seq - 1  # an upper bound: the seqs written so far are lower
         self._write(data, count, first_seq if dense else 0, next_ts)
         state.last_seq = last_seq
-        # Only now: without room it waits, and what makes room writes a checkpoint of the state.
+        # Only now: it may wait for room, and making room writes a checkpoint of the state.
         if self._index is not None and self._index.is_behind:
             self._index.flush()
         return written

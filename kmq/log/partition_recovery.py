@@ -1,9 +1,9 @@
 """Recovery of a partition log after a crash: compares its files with the checkpoint, and cuts what is not whole.
 
 Owner       the router, at its start: nothing else may cut.
-Invariant   Where the files agree with the checkpoint, everything after it is suspect: the log is cut at the first torn
-            or NUL byte, with everything behind it, because the WAL still has those records. Where they disagree,
-            somebody has damaged them: then only torn ends are cut.
+Invariant   If the files agree with the checkpoint, only records after it are suspect: the log is cut at the first torn
+            or NUL byte after it, because the WAL still has those records. If they disagree, the files were damaged:
+            then only torn ends are cut.
 Crash       Segments are removed from the last to the first, so a kill never leaves a new gap.
 """
 
@@ -29,7 +29,7 @@ class WalRange(namedtuple("WalRange", ("first", "last", "has_rest"))):
 
 
 class Gap:
-    """Missing records first…end - 1, in front of another segment. The WAL holds them in the range `seqs`."""
+    """Missing records first…end - 1, before another segment. The WAL holds them in the range `seqs`."""
 
     __slots__ = ("end", "first", "into", "seqs")
 
@@ -45,7 +45,7 @@ class Remains:
 
     def __init__(self, segments: list[Segment], state: PartitionState) -> None:
         self.segments, self.state = segments, state
-        self.cut = 0  # bytes cut off: torn, NUL, or behind such bytes
+        self.cut = 0  # bytes cut off: torn, NUL, or after such bytes
         self.gaps: list[Gap] = []
         self.touched: list[Segment] = []  # sealed segments that may not be synced
 
@@ -80,9 +80,9 @@ def recover(segments: list[Segment], known: PartitionState, wal: WalRange, start
     """Cut the files of a log to what is whole, and return what remains.
 
     `known` is what the checkpoint says was on disk. Everything after it may be torn or hold NULs after a power cut. So
-    if the WAL still has those records, the log is cut at the first such byte, with everything behind it. If the files
-    differ from `known`, somebody has damaged them: then only torn ends are cut, and records that are missing between
-    two segments, or between record `start` and the first segment, are returned as a Gap.
+    if the WAL still has those records, the log is cut at the first such byte. If the files differ from `known`, they
+    were damaged: then only torn ends are cut, and records that are missing between two segments, or between record
+    `start` and the first segment, are returned as a Gap.
 
     A last line whose seq is above the end of the WAL is cut in either case: the router did not write it, and would skip
     all later records up to its seq.
@@ -146,7 +146,7 @@ def _cut_torn_ends(segments: list[Segment], high: int, start: int) -> Remains:
         whole = _cut_to_whole(part, 0, high, look_for_nul=is_last)
         remains.cut += part.size - whole.size
         if not whole.size and not (is_last and part.first == state.end_offset):
-            segment.remove([part])  # without a record; the name of the next segment tells how many are missing
+            segment.remove([part])  # it has no record; the next segment's name tells how many are missing
             continue
         if part.first < state.end_offset:
             raise CorruptError(
@@ -172,7 +172,7 @@ def _first_seq(of: Segment) -> int:
 def _check_order(later: Segment, before: int) -> None:
     """Raise CorruptError if a segment is older than the segment before it, which ends with seq `before`.
 
-    Such a segment is misplaced: an append behind it would lose the records that belong in its place.
+    Such a segment is misplaced: an append after it would lose the records that belong in its place.
     """
     seq = _first_seq(later)
     if 0 < seq <= before:
@@ -183,7 +183,7 @@ def _check_order(later: Segment, before: int) -> None:
 
 
 def _gap(remains: Remains, after: Segment) -> Gap:
-    """Return the records that are missing in front of the segment `after`."""
+    """Return the records that are missing before the segment `after`."""
     into = remains.segments[-1] if remains.segments else None
     if into is not None and index.is_whole(into.path):
         into = None

@@ -2,14 +2,14 @@
 
     topic|partition|from_seq|end|kept|young_us|young_seq|at
 
-A pass compared the sealed segments in front of the record `end`, at the Unix time `at` in seconds, and kept `kept` bytes
-of records. `young_us|young_seq`: when the first tombstone was received (µs) that was too young to be removed, and its
-seq; 0|0 if there was none. `from_seq` is the topic's: a topic that came back under its name is another one.
+A pass compared the sealed segments before the record `end`, at the Unix time `at` in seconds, and kept `kept` bytes of
+records. `young_us|young_seq`: when the first tombstone was received (µs) that was too young to be removed, and its seq;
+0|0 if there was none. `from_seq` is the topic's: a topic that was deleted and created again has another one.
 
-Due         When at least as many bytes were sealed since the last pass as that pass kept, as in Kafka: so at most about
-            half of a topic are records that a later one replaced, and a pass reads at most twice what came since the last
-            one. Also when that first tombstone may be removed, but not more often than once in `delete_retention`.
-Owner       the compactor that holds topics/.compacted/.owner. Everybody may read.
+Due         When at least as many bytes were sealed since the last pass as that pass kept, as in Kafka. So at most about
+            half of a topic is replaced records, and a pass reads at most twice the bytes that came since the last pass.
+            Also when that first tombstone may be removed, but not more often than once in `delete_retention`.
+Owner       the compactor that holds topics/.compacted/.owner. Any process may read.
 Crash       The file is replaced atomically. If it is damaged or gone, every partition is compared once more.
 """
 
@@ -30,7 +30,7 @@ At = tuple[str, int]  # topic, partition
 
 
 class Pass(NamedTuple):
-    """What the last pass over a partition has left; see the module."""
+    """The last pass over a partition: one line of the file."""
 
     from_seq: int
     end: int
@@ -49,16 +49,11 @@ class CompactedTopic(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """The time now, and up to which it is trusted, in seconds since the epoch; and the first seq of the WAL."""
+    """Current time, the time up to which it is trusted (both seconds since the epoch), and the first seq of the WAL."""
 
     now_s: float
     trusted_s: float
     wal_first: int
-
-    def horizon(self, delete_retention: float) -> Horizon:
-        """Return which tombstones of a topic may be removed. `delete_retention` in seconds."""
-        before_us = 0 if delete_retention == FOREVER else int((self.trusted_s - delete_retention) * 1e6)
-        return Horizon(before_us, self.wal_first)
 
 
 class CompactedTopics:
@@ -69,7 +64,7 @@ class CompactedTopics:
         self._known: dict[str, tuple[tuple[int, int], CompactedTopic | None]] = {}
 
     def found(self) -> list[CompactedTopic]:
-        """Return them, those of KMQ itself first."""
+        """Return these topics, first those of KMQ itself."""
         known: dict[str, tuple[tuple[int, int], CompactedTopic | None]] = {}
         for name in topics.names(self._data):
             try:
@@ -89,18 +84,20 @@ def _compacted_topic(data: str, name: str) -> CompactedTopic | None:
     declared = topics.read(data, name)
     if declared.limits.get("cleanup") != COMPACT or declared.from_seq is None:
         return None
-    return CompactedTopic(name, declared.partitions, declared.from_seq, delete_retention(declared))
-
-
-def delete_retention(declared: topics.Declaration) -> float:
-    """Return how long, in seconds, compaction keeps a tombstone of a topic."""
     text = declared.limits.get("delete_retention")
-    return (Limits().with_changes({"delete_retention": text}) if text else Limits()).delete_retention
+    limits = Limits().with_changes({"delete_retention": text}) if text else Limits()
+    return CompactedTopic(name, declared.partitions, declared.from_seq, limits.delete_retention)
 
 
 def clock(data: str, now_s: float, gap_s: float) -> Clock:
     """Return the clock of a data directory: trusted up to `gap_s` after its last record, because it may be wrong."""
     return Clock(now_s, min(now_s, wal.last_stored(data)[1] / 1e6 + gap_s), reader.first_seq(data))
+
+
+def horizon(clock: Clock, delete_retention: float) -> Horizon:
+    """Return which tombstones of a topic may be removed. `delete_retention` in seconds."""
+    before_us = 0 if delete_retention == FOREVER else int((clock.trusted_s - delete_retention) * 1e6)
+    return Horizon(before_us, clock.wal_first)
 
 
 # --- what is due -----------------------------------------------------------------------------------------------------
@@ -121,7 +118,7 @@ def _size(path: str) -> int:
 
 
 def is_due(data: str, table: CompactedTopic, partition: int, done: Pass | None, end: int, clock: Clock) -> bool:
-    """Return True if a pass over a partition is worth it. `end`: up to where it is on disk."""
+    """Return True if a partition needs a pass. `end`: the offset up to which it is on disk."""
     sealed, nbytes = pending(data, (table.name, partition), done, end)
     if not sealed:
         return False
@@ -129,17 +126,19 @@ def is_due(data: str, table: CompactedTopic, partition: int, done: Pass | None, 
         return True
     if done.young is None or clock.now_s < done.at + max(_LEAST_S, table.delete_retention):
         return False
-    horizon = clock.horizon(table.delete_retention)
-    return done.young.recv_us < horizon.before_us and done.young.seq < horizon.wal_first
+    removable = horizon(clock, table.delete_retention)
+    return done.young.recv_us < removable.before_us and done.young.seq < removable.wal_first
 
 
-def due(data: str, tables: Iterable[CompactedTopic], clock: Clock) -> list[tuple[CompactedTopic, int]]:
-    """Return (topic, partition) of all partitions that need a pass."""
+def due(
+    data: str, tables: Iterable[CompactedTopic], clock: Clock, now: bool = False
+) -> list[tuple[CompactedTopic, int]]:
+    """Return (topic, partition) of all partitions that need a pass; with `now`, of all that have sealed segments."""
     found = []
     rows, ends = None, None
     for table in tables:
         if rows is None or ends is None:
-            rows, ends = read(data), compaction.synced_ends(data)
+            rows, ends = {} if now else read(data), compaction.synced_ends(data)
         for number in range(table.partitions):
             end = ends.get((table.name, number), 0)
             if is_due(data, table, number, of(rows, table, number), end, clock):
@@ -151,7 +150,7 @@ def due(data: str, tables: Iterable[CompactedTopic], clock: Clock) -> list[tuple
 
 
 def of(rows: Mapping[At, Pass], table: CompactedTopic, partition: int) -> Pass | None:
-    """Return the last pass over a partition in this life of its topic."""
+    """Return the last pass over a partition of this topic, not of a deleted topic with its name."""
     done = rows.get((table.name, partition))
     return done if done is not None and done.from_seq == table.from_seq else None
 

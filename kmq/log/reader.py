@@ -1,11 +1,13 @@
 """Reading a log, the WAL or a partition, while it grows, rolls and is retained: lookups and checked blocks.
 
+    partition(data, "orders", 0).read(4711) → (4711, b"9044|1795276288.490144|orders|1795276288.485765||b\\n…")
+
 Owner       none: read-only, needs no lock.
 Invariant   Every byte that is returned was checked (segment_reader.py). Damage raises DamageError, but only after all
-            good lines in front of it have been returned. Every hit from an index line is checked against the data: a
-            damaged index line causes an error or a longer search, never a wrong result.
-            Every block of an extent has the right crc; the caller counts the records. An extent may end early without a
-            reason: a `read` from there continues, or raises the error.
+            good lines before it have been returned. Every hit from an index line is checked against the data: a damaged
+            index line causes an error or a longer search, never a wrong result.
+            Every block of an extent has the right crc; the caller counts the records. An extent may end early and not
+            say why: a `read` from there continues, or raises the error.
 Numbers     A record's offset is its seq in the WAL, its position in a partition. Lookups are O(log n) reads of a few
             bytes.
 Live        Each call reads the directory again, and reads an open block again if it has grown or got its final index
@@ -74,7 +76,7 @@ def _find_in(segment: SegmentReader, target: int, field: int) -> FoundRecord | N
 
 
 def _hits(segment: SegmentReader, start: int, target: int, field: int) -> Iterator[tuple[bool, FoundRecord]]:
-    """Yield (is it the first line read, record) for the first hit in each run of lines from `start` on."""
+    """Yield (True if it is the first line read, record) for the first hit in each run of lines from `start` on."""
     for number, checked in enumerate(segment.checked_lines(start)):
         lines = checked.lines.split(b"\n")[:-1]
         at = first_at(lines, target, field)
@@ -138,7 +140,7 @@ class Extent:
 def read_extents(segment: SegmentReader, offset: int, end: int, nbytes: int) -> Iterator[Extent]:
     """Yield final blocks, from the block that holds `offset` up to record `end`, about `nbytes` at once.
 
-    Ends in front of a block that differs from the index, of the open block, and of lines that no index line covers.
+    Ends before a block that differs from the index, before the open block, and before lines that no index line covers.
     """
     line = segment.index.last(lambda entry: entry.offset <= offset)
     if line is None:
@@ -153,7 +155,7 @@ def read_extents(segment: SegmentReader, offset: int, end: int, nbytes: int) -> 
 
 
 def _runs(segment: SegmentReader, at: int, end: int, nbytes: int) -> Iterator[list[IndexEntry]]:
-    """Yield the index entries of runs of final blocks, each with the entry behind it; from byte `at` of the index."""
+    """Yield the index entries of runs of final blocks, each with the entry after it; from byte `at` of the index."""
     run: list[IndexEntry] = []
     with contextlib.suppress(DamageError):
         for block in segment.blocks(at):
@@ -201,8 +203,8 @@ class LogReader:
 
     def __init__(self, directory: str, by_seq: bool) -> None:
         self.directory, self.by_seq = directory, by_seq
-        # Where the last read ended, and where the end was last. Whoever reads far behind the end needs both: one place
-        # alone would be lost to the other, and all that has no index yet be counted again for each.
+        # Where the last read ended, and where the end was last. A reader far behind the end needs both. With one
+        # variable each call would overwrite the other's, and count all lines without an index again.
         self._last_read = self._last_end = _Reached(0, 0, UNKNOWN, 0)
 
     def _segments(self) -> Segments:
@@ -279,11 +281,11 @@ class LogReader:
         return record.stamp(lines) if first == offset and lines.strip() else None
 
     def note_read(self, part: SegmentReader, start: LineStart) -> None:
-        """Note where in `part` a read has ended: the next one need not check again what is in front of it."""
+        """Note where in `part` a read has ended: the next read need not check the lines before it again."""
         self._last_read = _Reached(part.inode, part.first, start, part.at or self.near_in(part))
 
     def near_in(self, part: SegmentReader) -> int:
-        """Return where in the index of `part` to look first: a hint, of any read of this segment."""
+        """Return where in the index of `part` to look first: a hint from any earlier read of this segment."""
         return self._last_read.at if self._last_read.first == part.first else 0
 
     def known_in(self, part: SegmentReader, offset: int) -> LineStart:

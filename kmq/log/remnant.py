@@ -1,16 +1,16 @@
-"""The end of a segment that has to stay when the segment is deleted: it is kept in a segment of its own.
+"""Keeps the end of a deleted segment in a small segment of its own, where its last records have to stay.
 
-The last record of a log stays when all its segments are due by retention: the next seq, offset and time follow from it.
-The records from the start of a queue on stay when the start lies inside a segment.
+The last record of a log stays when retention deletes all its segments: the next seq, offset and time follow from it.
+When a queue's start lies inside a segment, the records from the start on stay.
 
-Also the spare: a reserve on the disk, which retention releases when there is no room for that, or for a checkpoint.
+Also the spare: a reserve on the disk, released when there is no room for such a copy, or for a checkpoint.
 
 Owner       the owner of the log: durability for the WAL, the router for a queue.
-Invariant   What has to stay can always be read, and never twice: the copy is ignored while there is an older segment, and
-            is the first one from the moment on in which that is removed (segment.listing). It is on disk before (for a
-            queue: and router.ckpt begins with it).
-Crash       laid out      `<first>.log.kept` and an index for it lie beside the old segment: the next start removes both,
-                          and whoever wanted the copy tries again;
+Invariant   A kept record can always be read, and never twice: the copy is ignored while an older segment exists, and
+            becomes the first segment the moment that one is removed (segment.listing). Before that the copy is on disk
+            (for a queue: and router.ckpt begins with it).
+Crash       laid out      `<first>.log.kept` and an index for it lie beside the old segment: the next start removes
+                          both, and the copy is made again;
             old removed   (for a queue: and router.ckpt says so) the next start gives the copy its name;
             named         done.
 """
@@ -87,8 +87,8 @@ _SYNC_BYTES = 4 * MIB  # written between two syncs: one sync of a large file wou
 def lay_out_rest(part: Segment, offset: int, has_room: Callable[[int], bool]) -> Kept:
     """Lay out a copy of a queue's sealed segment from record `offset` on, which lies inside it; `fill` completes it.
 
-    It begins later where compaction has removed that record. Raises DamageError, and OSError if the disk is full, or
-    `has_room` says that so many bytes are too many.
+    It begins later if compaction has removed that record. Raises DamageError, and OSError if the disk is full or
+    `has_room` refuses so many bytes.
     """
     with SegmentReader(part.path, part.first, by_seq=False, sealed=True) as old:
         for block in old.checked_lines(offset):
@@ -118,7 +118,7 @@ def lay_out_rest(part: Segment, offset: int, has_room: Callable[[int], bool]) ->
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Reserve room on the disk. Where the file system cannot do that, there must be so much now; others may take it."""
+    """Reserve room on the disk. A file system that cannot must have it free now; other programs may take it."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as err:
@@ -135,7 +135,7 @@ def files(kept: Segment) -> list[str]:
 
 
 def settle(directory: str) -> None:
-    """Give a copy its name if it is the first segment. Any other one is left from an interrupted attempt, and is removed."""
+    """Give a copy its name if it is the first segment. Remove any other copy: an interrupted attempt left it."""
     there = segment.listing(directory)
     for copy in segment.copies(directory):
         path = copy.removesuffix(KEPT)

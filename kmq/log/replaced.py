@@ -1,14 +1,13 @@
 """Which records of a partition compaction may remove: the plan, in plain Python, in bounded memory.
 
-kmq/log/compaction.py says how a segment is laid out and swapped. kmq/spark/pipelines/compact.py plans the same with
-Spark.
+kmq/log/compaction.py says how a segment is laid out and swapped.
 
 Invariant   These records are never in a plan: the latest record of each key up to `end`; records without a key; the
             first and the last record of each segment; the active segment. A tombstone is in it only if it is older than
             `Horizon.before_us`, no other record of its key is left, and the WAL begins after it.
 Mechanism   A first read counts in a filter, by hash, which keys may have more than one record. Later reads compare these
             keys alone, at most MAX_KEYS at once: if there are more, the log is read again for each part of their hashes.
-            So a table of up to some ten million keys of which few change is read twice.
+            So a table of up to some ten million keys, few of which change, is read twice.
 Memory      At most MAX_KEYS keys, some 200 bytes each (a longer key counts as its digest); the filter, 20 MiB; one bit
             for each of _WINDOW records, or for each record of one larger segment; one read. Together about 60 MiB,
             whatever the size of the log. A log of more than _WINDOW records takes these reads once per window.
@@ -40,17 +39,17 @@ _DELETES, _AGAIN = 1, 2  # flags: a tombstone that may be removed; not the first
 _LENGTH_BITS = 30
 _ROW = re.compile(rb"(?:(\d+\|[^|\n]*+)\|([^|\n]*+)(\|[^\n]*+))?+\n")
 _BAR = ord("|")
-_PART_SHIFT = 32  # parts are told apart by other bits of a hash than the filter's
+_PART_SHIFT = 32  # the part of a key comes from other bits of its hash than the filter's
 
 Pace = Callable[[int], None]  # called with the bytes that were read or written; may wait, or raise to give up
 
 
 def at_once(nbytes: int) -> None:
-    """Go on without waiting."""
+    """Continue without waiting."""
 
 
 class Horizon(NamedTuple):
-    """What may be removed of tombstones: those received before `before_us` (µs), with a seq below `wal_first`."""
+    """Which tombstones may be removed: those received before `before_us` (µs), with a seq below `wal_first`."""
 
     before_us: int
     wal_first: int
@@ -108,7 +107,7 @@ class KeyComparison:
         self._window = _RecordWindow([])
         self._filter = _Filter(place.end - self._start)
         self.young: Tombstone | None = None  # the first one that the horizon has kept
-        self.records = self.nbytes = 0  # that were there, and the bytes of their lines
+        self.records = self.nbytes = 0  # records that were read, and the bytes of their lines
 
     def removable(self) -> Iterator[Removable]:
         """Yield the segments that have removable records, in order; each is valid until the next one is taken."""
@@ -173,7 +172,7 @@ class KeyComparison:
                 self.records += 1
                 key = key_of(head, routing_key)
                 if key is not None:
-                    add(hash(key))  # not a crc: who knows many keys of one crc could make this slow
+                    add(hash(key))  # not a crc: a client could choose many keys of one crc and make this slow
                 if looks and self.young is None and rest[-1] == _BAR and (found := _tombstone(head, rest)):
                     self.young = None if self._goes(found) else found
 
@@ -183,8 +182,8 @@ class KeyComparison:
     def _compare(self, bits: int, part: int, waiting: list[tuple[int, int]]) -> None:
         """Mark what is removable of the keys whose hash ends in the `bits` bits of `part`.
 
-        If these are too many keys, the rest goes to `waiting`. What was marked before stays right: a record that has
-        been replaced is replaced.
+        If these are too many keys, the rest goes to `waiting`. Records marked before stay marked, because a replaced
+        record stays replaced.
         """
         latest: dict[bytes, int] = {}
         mask = (1 << bits) - 1
@@ -263,7 +262,7 @@ def _windows(segments: list[Sealed]) -> Iterator[_RecordWindow]:
 
 
 class _Filter:
-    """Which hashes were added at least twice; it may also name others, never too few.
+    """Which hashes were added at least twice. It may name others too, but never misses one.
 
     A hash has three bits in `_seen`. If all of them were set before, it gets one in `_again`.
     """
@@ -293,7 +292,7 @@ class _Filter:
 
 def _tombstone(head: bytes, rest: bytes) -> Tombstone | None:
     """Return the tombstone that a record is; None if it is another record, such as an empty value."""
-    # Hot loop: _ROW has cut the line. A stamp that is none must raise: as time 0 the tombstone would be old enough to go.
+    # Hot loop: _ROW has cut the line. An invalid stamp must raise: with time 0 the tombstone would look old enough.
     _, _, id, payload = rest.split(b"|", 3)
     if payload or b"enc=b64" in id.split(b";")[1:]:
         return None

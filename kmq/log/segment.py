@@ -26,11 +26,11 @@ COMPACT = "compact"
 DELETE_RETENTION_S = 86400.0
 CREATE_TIME, LOG_APPEND_TIME = "CreateTime", "LogAppendTime"
 _RETENTION = ("retention_age", "retention_bytes")
-_OF_GATEWAY = ("max_deliveries", "message_timestamp_type")
+_OF_GATEWAY = ("max_deliveries", "message_timestamp_type", "kafka_settings")
 LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup", "delete_retention", *_OF_GATEWAY)
 
 
-KEPT = ".kept"  # behind the name of a copy that is not in force yet
+KEPT = ".kept"  # suffix of a copy that is not in force yet
 _NAME = re.compile(r"([0-9]{20})\.log(\.kept)?")
 
 
@@ -57,7 +57,7 @@ def index_path(log_path: str) -> str:
 def listing(directory: str) -> list[tuple[int, str]]:
     """Return (first record, path) of the segments in `directory`, in order; [] if it does not exist.
 
-    A copy that was kept (remnant.py) is the first one as soon as what it is a copy of is deleted, before it has its name:
+    A kept copy (remnant.py) counts as the first segment once its original is deleted, even before it has its name. So
     no reader finds its records twice, or misses them.
     """
     found, kept = _found(directory)
@@ -70,7 +70,7 @@ def copies(directory: str) -> list[str]:
 
 
 def _found(directory: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Return (first record, path) of what has the name of a segment, and of a copy. Any other file is somebody else's."""
+    """Return (first record, path) of the files named as segments, and of those named as copies. Ignore other files."""
     try:
         matches = list(filter(None, map(_NAME.fullmatch, os.listdir(directory))))
     except FileNotFoundError:
@@ -136,9 +136,20 @@ def _timestamp_type(text: str) -> str:
     return text
 
 
+MOST_KAFKA_SETTINGS = 4096  # bytes of `kafka_settings`
+_KAFKA_SETTING = r"[a-z]+(?:\.[a-z]+)*=[A-Za-z0-9._:*,+-]*"
+_KAFKA_SETTINGS = re.compile(rf"{_KAFKA_SETTING}(?:;{_KAFKA_SETTING})*")
+
+
+def _kafka_settings(text: str) -> str:
+    if len(text) > MOST_KAFKA_SETTINGS or not _KAFKA_SETTINGS.fullmatch(text):
+        raise ValueError(f"must be name=value;name=value… of at most {MOST_KAFKA_SETTINGS} bytes")
+    return text
+
+
 _PARSE = {row.attribute: row.parse for row in SETTINGS}
 _PARSE |= {"cleanup": _cleanup, "delete_retention": _delete_retention, "max_deliveries": _max_deliveries}
-_PARSE["message_timestamp_type"] = _timestamp_type
+_PARSE |= {"message_timestamp_type": _timestamp_type, "kafka_settings": _kafka_settings}
 
 
 class Limits:
@@ -147,9 +158,10 @@ class Limits:
     `cleanup`: "compact" lets compaction remove records that a later record of the same key replaces (compaction.py).
     Such a topic is a table: retention deletes its oldest rows only if the topic has retention limits of its own.
     `delete_retention`: the age, in seconds, up to which compaction keeps a tombstone.
-    `max_deliveries`: a message that a consumer gave back so often becomes a dead letter; 0: no limit.
-    `message_timestamp_type`: which time Kafka's consumers see: that of the producer, or recv_ts. The gateway obeys
-    these two, and the log does not know them.
+    `max_deliveries`: a message that was nacked so often becomes a dead letter; 0: no limit.
+    `message_timestamp_type`: which time Kafka's consumers see: producer_ts or recv_ts.
+    `kafka_settings`: settings from Kafka's clients that have no effect here, as `name=value;name=value`. Only the
+    gateway uses the last three; the log ignores them.
     """
 
     __slots__ = LIMITS
@@ -164,11 +176,12 @@ class Limits:
         delete_retention: float = DELETE_RETENTION_S,
         max_deliveries: int = 0,
         message_timestamp_type: str = CREATE_TIME,
+        kafka_settings: str = "",
     ) -> None:
         self.segment_bytes, self.segment_age = segment_bytes, segment_age
         self.retention_age, self.retention_bytes = retention_age, retention_bytes
         self.cleanup, self.delete_retention, self.max_deliveries = cleanup, delete_retention, max_deliveries
-        self.message_timestamp_type = message_timestamp_type
+        self.message_timestamp_type, self.kafka_settings = message_timestamp_type, kafka_settings
 
     @classmethod
     def of(cls, settings: Settings) -> "Limits":
@@ -199,7 +212,7 @@ class Limits:
     def is_over(self, size: int, newest_ts: Callable[[], int], now_s: float, lacks_room: bool = False) -> bool:
         """Return True if an idle segment must be sealed. `newest_ts` returns the recv_ts (µs) of its last record.
 
-        `lacks_room`: the disk or the quota is full. Then a segment that is larger than all its log may be is sealed too.
+        `lacks_room`: the disk or the quota is full. Then a segment larger than `retention_bytes` is sealed too.
         """
         if size >= self.segment_bytes or (lacks_room and self.retention_bytes and size > self.retention_bytes):
             return True
@@ -258,8 +271,8 @@ def remove(segments: Sequence[Segment]) -> None:
 SEQ, RECV_TS = 0, 1  # the fields of a stamp, (seq, recv_ts in µs), by which a record is looked up
 _CHUNK = 1 << 20
 
-# Possessive: a bad line must not be tried twice. The dot is several times as fast as a set of characters, and most bytes
-# are payload; so NUL is looked for before.
+# Possessive: a bad line must not be tried twice. The dot is several times as fast as a set of characters, and most
+# bytes are payload; so NUL is searched for separately, before.
 _LINES = re.compile(rb"(?:(?:\d{1,19}\|\d{1,12}\.\d{6}\|[^|\n]++\|[^|\n]*+\|[^|\n]*+\|.*+)?+\n)*+")
 _SEQS = re.compile(rb"(?m)^(\d+)\|")
 
@@ -274,7 +287,7 @@ class CheckedLines:
 
     @property
     def end(self) -> int:
-        """Return the byte behind the lines."""
+        """Return the byte after the lines."""
         return self.position + len(self.lines)
 
 
@@ -323,8 +336,8 @@ def within(lines: bytes, low: int, high: int) -> bytes:
 def start_of(lines: bytes, seq: int, low: tuple[int, int], high: tuple[int, int]) -> int:
     """Return the byte at which record `seq` begins, in whole lines with consecutive seqs.
 
-    `low`, `high`: (byte, seq) of known beginnings, low at or before it and high at or behind it. Lines of equal length are
-    found at once, others by interpolation; to split all lines would take many times as long.
+    `low`, `high`: (byte, seq) of known beginnings, low at or before it and high at or after it. Lines of equal length
+    are found at once, others by interpolation; splitting all lines would take many times as long.
     """
     (begin, first), (end, after) = low, high
     if seq == after:

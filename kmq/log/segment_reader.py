@@ -3,8 +3,8 @@
 Owner       none: read-only, needs no lock.
 Invariant   No byte of a block is returned before the block's crc was verified. Lines that no index line covers yet, at
             most the last second of writes, are checked one by one: syntax, no NUL, rising seqs. Damage raises
-            DamageError when it is reached, after all good lines in front of it were returned. Nothing is skipped
-            silently. An index line that is still being written is never read.
+            DamageError when it is reached, after all good lines before it were returned. Nothing is skipped silently.
+            An index line that is still being written is never read.
             A segment is trusted only if its index and its first record agree with its place: lineage, log, first
             record. A file that a restore has put in a wrong place is damage, not data.
 Live        The index is opened before the log: it may cover less than the log holds, never more. An opened segment is
@@ -92,7 +92,7 @@ class IndexReader:
     def last(self, holds: Callable[[IndexEntry], bool], near: int = 0) -> IndexLine | None:
         """Return the last line for whose entry `holds` is true; it must be true up to some line, and false after it.
 
-        `near`: the byte at which a line begins that may be the last one, or the one before it. They are looked at first.
+        `near`: the byte at which a line begins that may be the last match, or the line before it. Both are tried first.
         """
         best, low, high = None, self.begin, self.size
         if low < near < high and (line := self.line(near)).start == near and holds(line.entry):
@@ -101,7 +101,7 @@ class IndexReader:
                 if low >= high or not holds((line := self.line(low)).entry):
                     return best
                 best, low = line, line.end
-        if low < high:  # most often who reads is at the end
+        if low < high:  # most readers are at the end
             line = self.line(high - 1)
             if holds(line.entry):
                 return line
@@ -188,7 +188,7 @@ class SegmentReader:
     ) -> None:
         """Open the segment. `trust`: read it even if its label or first record belongs to another place."""
         self.path, self.first, self.by_seq, self.sealed = path, first, by_seq, sealed
-        self.at = 0  # of the index line whose block was read last; 0: none was
+        self.at = 0  # of the index line whose block was read last; 0: no block was read
         while True:
             self.index = IndexReader(segment.index_path(path))
             try:
@@ -254,7 +254,7 @@ class SegmentReader:
     def first_record(self) -> FirstRecord | None:
         """Return the first record; None if it cannot be read."""
         head = os.pread(self.fd, _HEAD, 0)
-        fields = head.lstrip(b"\n").split(b"|", 3)  # not record.fields: its line may end behind the head
+        fields = head.lstrip(b"\n").split(b"|", 3)  # not record.fields: its line may end after the head
         is_torn = len(fields) == 3 and len(head) < _HEAD
         if len(fields) < 3 or is_torn or not fields[0].isdigit():
             return None
@@ -321,7 +321,7 @@ class SegmentReader:
     def checked_lines(self, offset: int, known: LineStart = UNKNOWN, near: int = 0) -> Iterator[CheckedLines]:
         """Yield checked lines, from the block that holds `offset` on.
 
-        Of an earlier read: `known` is a line start, and `near` its `at`, which saves the search.
+        `known` (a line start) and `near` (its `at`) come from an earlier read, and save the search.
         """
         begin = self.block_holding(offset, near)
         hint = known if known.offset <= offset else UNKNOWN
@@ -377,7 +377,7 @@ class SegmentReader:
                     raise self.index.damage(line.start, "does not follow from the line before it")
 
     def _unindexed(self, start: LineStart, before: bytes = b"\n") -> Iterator[CheckedLines]:
-        """Yield the lines after `start`, where the index ends. `before`: the lines in front of it."""
+        """Yield the lines after `start`, where the index ends. `before`: the lines before it."""
         offset, position = start
         after = max([0, *seqs_of(last_line(before))])
         want = READ_BYTES // 4  # checking is slow, and lines that a read does not return are checked again

@@ -1,7 +1,7 @@
 """What `kmq log` shows of a log: its lines, where a record lies, and sizes. Read-only, also while the broker writes.
 
 A log is `append` (the WAL), `<topic>` or `<topic>/<partition>`. All partitions of a topic are shown in order of seq.
-Of the WAL of a shard only what is committed is shown (kmq/log/committed.py).
+In a shard only the committed part of the WAL is shown (kmq/log/committed.py).
 """
 
 import heapq
@@ -54,7 +54,7 @@ _MOST_SECONDS = 253_402_300_800  # the end of the year 9999
 
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if not 0 <= seconds < _MOST_SECONDS:  # -1 is no time: somebody means the end, or one before the end
+    if not 0 <= seconds < _MOST_SECONDS:  # -1 is no time: the user may mean the end, or the last record
         raise ValueError
     return seconds
 
@@ -84,7 +84,7 @@ def records(log: LogReader, offset: int) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _last_shown(data: str, log: LogReader) -> int:
-    """Return the last seq that may be shown of this log. A partition has nothing that is not committed."""
+    """Return the last seq that may be shown of this log. Every record of a partition is committed."""
     last = readable_seq(data) if log.by_seq else None
     return 1 << 63 if last is None else last
 

@@ -11,13 +11,14 @@ that are in force.
     grow orders
     partitions=4
     delete orders
-    incarnation=17                   the from_seq of the topic that is meant; without it, of the topic in force by then
-    start orders                     its partitions begin with these offsets: what comes before is deleted
+    incarnation=17                   the from_seq of the topic that is meant; without it, the topic in force by then
+    start orders                     its partitions begin with these offsets: records before them are deleted
     incarnation=17
     3=4711
-    retain                           seal what is over its limits now; the next tick deletes what is due
+    retain                           seal segments over their limits now; the next tick deletes those due
 
-A record has the routing key `__kmq.topic`, or `__kmq.start`. docs/decisions/topic-records.md says why there are any.
+A record has the routing key `__kmq.topic`, or `__kmq.start`. docs/decisions/topic-records.md says why changes are
+records.
 
     __kmq.topic|<ts>|;request=<name>|create orders incarnation=0 partitions=4 partitioner=murmur2 retention_age=30d
     __kmq.topic|<ts>|;request=<name>|set orders incarnation=17 retention_bytes=10%20GiB segment_age=
@@ -25,8 +26,8 @@ A record has the routing key `__kmq.topic`, or `__kmq.start`. docs/decisions/top
     __kmq.topic|<ts>|;request=<name>|delete orders incarnation=17
     __kmq.start|<ts>|;request=<name>|orders incarnation=17 3=4711
 
-    incarnation   the from_seq of the topic that is changed; 0: there must be none
-    request       the request that asked for it
+    incarnation   the from_seq of the topic that is changed; 0: no topic of this name may be in force
+    request       the request that asked for the change
     values        percent-encoded
 
 Owner       a command submits a request; the framer puts a record for it into the WAL (kmq/framing/topics.py), and
@@ -35,8 +36,10 @@ Owner       a command submits a request; the framer puts a record for it into th
 Invariant   A request is complete and on disk before it has its name. Requests are carried out in the order of their
             names, which begin with the time.
             The framer alone writes records of changes, one in a block of its own, and refuses this key from everybody
-            else. What a record says depends on nothing but its text, so a replay of the WAL carries out the same.
-Crash       A request is removed after it was carried out, so it may be carried out twice: that changes nothing.
+            else. The meaning of a record depends on its text alone, so a replay of the WAL carries out the same
+            changes.
+Crash       A request is removed after it was carried out, so it may be carried out twice. The second time changes
+            nothing.
 """
 
 import contextlib
@@ -77,7 +80,7 @@ class TopicChange(
 
     @property
     def partitions(self) -> int:
-        """Return the number of partitions that it asks for. Raises ValueError if it names none."""
+        """Return the number of partitions that it asks for. Raises ValueError if it names no number."""
         return int(self.values.get("partitions", ""))
 
     @property
@@ -87,7 +90,7 @@ class TopicChange(
 
     @property
     def starts(self) -> dict[int, int]:
-        """Return the offset with which each partition begins. Raises ValueError if these are no numbers."""
+        """Return the offset with which each partition begins. Raises ValueError if one is not a number."""
         if not all(text.isdecimal() for pair in self.values.items() for text in pair):
             raise ValueError(f"{self.values}: expected <partition>=<offset>")
         return {int(partition): int(offset) for partition, offset in self.values.items()}
@@ -102,7 +105,7 @@ def encode(change: TopicChange, now: bytes) -> bytes:
 
 
 def decode(line: bytes) -> TopicChange:
-    """Return the change in a stored record. Raises ValueError if it is none."""
+    """Return the change in a stored record. Raises ValueError for any other record."""
     stored = record.fields(line.rstrip(b"\n"))
     words = stored.payload.decode("ascii").split(" ")
     verb, topic, *words = [START, *words] if stored.routing_key == START_KEY else words
@@ -120,7 +123,7 @@ def _key_of(verb: str) -> bytes:
 
 
 def are_own(lines: bytes) -> bool:
-    """Return False if whole stored lines that share a routing key are no records of the framer's own."""
+    """Return True if whole stored lines, which share a routing key, are records of the framer's own."""
     return _OWN in lines[: lines.find(b"\n")]
 
 
@@ -140,7 +143,7 @@ def parts(lines: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def changes(lines: bytes, keys: Sequence[bytes] = KEYS) -> Iterator[TopicChange]:
-    """Yield the changes in whole stored lines, those with one of `keys`; records that cannot be read are passed over."""
+    """Yield the changes in whole stored lines, those with one of `keys`; unreadable records are skipped."""
     for text, key in parts(lines):
         if key in keys:
             try:
@@ -188,7 +191,7 @@ class TopicRequest:
 
     @property
     def is_recorded(self) -> bool:
-        """Return True if a record can say it. The framer numbers these; others are for the router alone."""
+        """Return True if the framer makes a record of it; other requests are for the router alone."""
         return self.verb in VERBS and record.is_topic_name(self.topic)
 
     @property
@@ -199,7 +202,7 @@ class TopicRequest:
 
     @property
     def values(self) -> dict[str, str]:
-        """Return what its record says beside topic and incarnation."""
+        """Return the values of its record, without topic and incarnation."""
         return {name: text for name, text in self.limits.items() if name != _INCARNATION}
 
     @property
@@ -223,9 +226,9 @@ def submit(data: str, verb: str, topic: str, limits: dict[str, str]) -> TopicReq
 
 
 def delete(data: str, topic: str, from_seq: int | None) -> TopicRequest:
-    """Ask to delete the topic that is in force from `from_seq` on; None: it is not known, so whatever has the name then.
+    """Ask to delete the topic in force from `from_seq` on; None: not known, so the topic that has the name by then.
 
-    Whoever asks again after a timeout must not delete the topic that a message has made meanwhile.
+    A repeated request after a timeout must not delete a topic that a message has created meanwhile.
     """
     return submit(data, DELETE, topic, {} if from_seq is None else {_INCARNATION: str(from_seq)})
 
@@ -233,7 +236,7 @@ def delete(data: str, topic: str, from_seq: int | None) -> TopicRequest:
 def begin_at(data: str, topic: str, from_seq: int | None, starts: Mapping[int, int]) -> TopicRequest:
     """Ask that partitions of the topic that is in force from `from_seq` on (see `delete`) begin with these offsets.
 
-    Raises RetryError while a broker of this shard may be of a release that would keep what comes before.
+    Raises RetryError while a broker of this shard may run a release that would keep the records before them.
     """
     with contextlib.suppress(FileNotFoundError), open(f"{data}/register", "rb") as file:
         level = _LEVEL.search(file.read())
@@ -263,7 +266,7 @@ def waiting(data: str) -> list[TopicRequest]:
 
 
 def refuse_requests(data: str, log: Logger) -> None:
-    """Refuse the requests that wait: this broker follows, so no framer numbers them. `retain` needs no record."""
+    """Refuse the waiting requests: a follower has no framer to make records of them. `retain` needs no record."""
     for request in waiting(data) if os.path.isdir(f"{data}/topics") else ():
         if request.verb != RETAIN:
             reason = "this broker follows in its shard; ask the one that leads (kmq cluster status)"
@@ -274,7 +277,7 @@ def refuse_requests(data: str, log: Logger) -> None:
 def _read(path: str) -> TopicRequest | None:
     """Return the request in a file; None if it was carried out meanwhile, or is no file.
 
-    A stray file must not stop the framer, and with it all producers: what cannot be read is a request that is refused.
+    A stray file must not stop the framer, and with it all producers: an unreadable file counts as a request to refuse.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,7 +1,7 @@
 """topics/<topic>/topic.toml: the declaration of a topic, and the seq from which on it is in force.
 
     partitions = 4
-    partitioner = "murmur2"          for life (kmq/message/routing.py); a file without this line says crc32
+    partitioner = "murmur2"          for life (kmq/message/routing.py); without this line: crc32
     from_seq = 17                    written by the router
     grown = "90:1"                   by the router, if the topic has grown: before seq 90 it had one partition
     grown_crc32 = 123                of the three lines above
@@ -11,14 +11,15 @@
     retention_bytes = "10 GiB"
     cleanup = "compact"              delete (default) or compact: only the latest record of each key has to stay
     delete_retention = "2d"          how long compaction keeps a tombstone; 1d without it
-    max_deliveries = 5               then a message that consumers give back is a dead letter; none (default): no limit
-    message_timestamp_type = "LogAppendTime"    what Kafka's consumers see is recv_ts; CreateTime (default): producer_ts
+    max_deliveries = 5               a message nacked so often becomes a dead letter; none (default): no limit
+    message_timestamp_type = "LogAppendTime"    Kafka's consumers see recv_ts; CreateTime (default): producer_ts
+    kafka_settings = "compression.type=lz4;flush.ms=1000"    set by Kafka's clients, returned to them, no effect
 
 A declaration without `from_seq` is pending: `declare` makes it, and the router adopts it with the next seq that it will
 route. No other process can choose a correct `from_seq`, because only the router knows what has been routed.
 
-`grown` is in router.ckpt, too. It says from which seq on the topic has more partitions, and how many it had before; the
-last number is what `partitions` says. `17:1,90:2`: one before seq 17, then two until seq 90.
+`grown` is in router.ckpt, too. It says from which seq on the topic has more partitions, and how many it had before;
+`partitions` is the number after the last growth. `17:1,90:2`: one before seq 17, then two until seq 90.
 docs/decisions/topic-growth.md
 """
 
@@ -50,7 +51,7 @@ _GROWTH = re.compile(r"\d{1,18}:\d{1,4}(?:,\d{1,18}:\d{1,4})*")
 
 
 class Since(namedtuple("Since", ("from_seq", "grown", "partitioner"), defaults=((), None))):
-    """From which seq on a topic is in force, how it has grown, and its partitioner; None: not known here."""
+    """The seq from which a topic is in force, how it has grown, and its partitioner (None: not known here)."""
 
     __slots__ = ()
 
@@ -103,7 +104,7 @@ class Declaration:
         return cls(topic.partitions, topic.from_seq, limits, topic.grown, topic.partitioner.name)
 
     def topic(self, name: str, default_from: int | None = None) -> Topic:
-        """Return the topic of this name that is declared so. `default_from`: its from_seq if it is pending."""
+        """Return this declaration as a topic named `name`. `default_from`: its from_seq if it is pending."""
         from_seq = default_from if self.from_seq is None else self.from_seq
         assert from_seq is not None
         partitioner = routing.PARTITIONERS[self.partitioner]
@@ -158,7 +159,7 @@ def _in_range(partitions: int) -> int:
 
 
 def _partitioner(table: Mapping[str, object]) -> str:
-    """Return the name of the partitioner in a topic.toml. Raises ValueError if there is none of that name."""
+    """Return the name of the partitioner in a topic.toml. Raises ValueError for an unknown name."""
     damaged = next((key for key in table if _differs_in_one(key, "partitioner")), None)
     if damaged is not None:  # without the line, keys would be routed to other queues
         raise ValueError(f"{damaged}: must be partitioner")
@@ -219,9 +220,10 @@ def _life(topic: Topic) -> tuple[object, ...]:
 
 
 def fault(data: str, name: str, since: Since | None = None, at_start: bool = False) -> str:
-    """Return what is wrong with a declaration, or "". `since`: what router.ckpt and the records say of the topic.
+    """Return what is wrong with a declaration, or "". `since`: the topic by router.ckpt and the records.
 
-    `at_start`: report only faults with which the router must not start. Missing partitions are none: it makes them.
+    `at_start`: report only faults with which the router must not start. Missing partitions are no such fault: the
+    router makes them.
     """
     found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{name}"))
     try:
@@ -276,13 +278,13 @@ def names(data: str) -> list[str]:
     return sorted(name for name in _directories(data) if name not in left and record.is_topic_name(name))
 
 
-def unknown(name: str, known: Iterable[str]) -> ConfigError:
-    """Return the error that there is no such topic, with the nearest name among `known`."""
+def unknown(name: str, known: Iterable[str], noun: str = "topic") -> ConfigError:
+    """Return the error for an unknown topic or group; it suggests the nearest name among `known`."""
     import difflib  # for this error alone
 
     nearest = difflib.get_close_matches(name, known, 1, 0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else "see: kmq topics list"
-    return ConfigError(f"topic {name!r} does not exist; {hint}")
+    hint = f"did you mean {nearest[0]}?" if nearest else f"see: kmq {noun}s list"
+    return ConfigError(f"{noun} {name!r} does not exist; {hint}")
 
 
 def left_over(data: str) -> list[tuple[str, int]]:
@@ -343,6 +345,7 @@ def declare(
     `own`: a topic that KMQ writes for itself.
     """
     check(name, Declaration(partitions, None, limits, (), partitioner), own)
+    check_letters(name, limits or {})
     if os.path.isdir(f"{data}/topics/{name}"):
         raise ConfigError(f"topic {name!r} already exists with {load(data, name)[0]} partition(s)")
     check_links(data, Topic(name, partitions, 1), is_new=True)
@@ -361,7 +364,7 @@ def declare(
 
 
 def check(name: str, declared: Declaration, is_own: bool = False) -> None:
-    """Raise ConfigError if a topic cannot be declared so. `is_own`: a topic that KMQ writes for itself."""
+    """Raise ConfigError if a topic cannot be declared like this. `is_own`: a topic that KMQ writes for itself."""
     partitions, partitioner = declared.partitions, declared.partitioner
     if partitioner not in PARTITIONERS:
         raise ConfigError(f"partitioner {partitioner!r}: must be {' or '.join(PARTITIONERS)}")
@@ -372,6 +375,20 @@ def check(name: str, declared: Declaration, is_own: bool = False) -> None:
         )
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise ConfigError(f"partitions={partitions}: must be between 1 and {MAX_PARTITIONS}")
+
+
+def check_letters(name: str, limits: Mapping[str, str]) -> None:
+    """Raise ConfigError if `limits` make dead letters and the topic's name is too long for its dead letter topic.
+
+    Called when a change is requested, not when it is carried out: a record of an older release must keep its effect.
+    """
+    most = record.MAX_TOPIC - len(record.DLQ)
+    own = limits.get("max_deliveries", "")
+    if own and len(name) > most and Limits().with_changes({"max_deliveries": own}).max_deliveries:
+        raise ConfigError(
+            f"max_deliveries: not for a topic whose name has {len(name)} characters, because dead letters go to"
+            f" <topic>{record.DLQ}: at most {most}; take a shorter name, or none for max_deliveries"
+        )
 
 
 def check_links(data: str, topic: Topic, is_new: bool = False) -> None:

@@ -1,17 +1,20 @@
 """The write-ahead log: every message once, in order, numbered without a gap, on disk before it is acknowledged.
 
+    append/00000000000000000001.log                     a segment: the records from seq 1 on
+    2|1795276288.490144|orders|1795276288.485765||b      one record; the next one has seq 3
+
 Owner       durability is the only writer (lock append/.owner). Any process may read.
 Invariant   A record is acknowledged and shown to the router only after `commit` returned. Under KMQ_FSYNC=always
             `commit` returns after the fdatasync that covers the record. Under `interval:<ms>` and `never` an
             acknowledgement means "written to the page cache": the record survives every kill, not a power cut.
             `synced_seq` is never above the last synced record. A sealed segment, its index and their names are synced
             before the next segment gets a record. Seqs are dense, except for those that dropped.log names.
-Crash       inside a line    the next open cuts the torn end. Nothing that is cut had been acknowledged;
+Crash       inside a line    the next open cuts the torn end. No record in it had been acknowledged;
             power cut        the unsynced end may be torn or NUL (ext4): it is cut back to the last whole, good line;
             inside a roll    the new segment is empty or missing; append.log may still lead to the old segment;
             inside a removal an index without a log may be left, which is never read: of each segment the log is removed
-                             before the index, and the oldest segment first. remnant.py has the crashes while all
-                             segments but the last record are removed;
+                             before the index, and the oldest segment first. remnant.py describes crashes while all
+                             segments are replaced by their last record;
             failed fsync     the process ends. The next start cuts the unsynced records and appends them again from the
                              ring, into a new segment and through a new descriptor. Nothing is appended to the old file;
             ring gone too    (the pod restarted on the same kernel) the page cache may show a tail that a failed fsync
@@ -69,7 +72,7 @@ def last_stored(data: str) -> tuple[int, int]:
     """
     segments = segment.listing(f"{data}/append")
     last: tuple[int, int] | None = None
-    behind = (0, "")  # first seq and path of the segment that follows
+    behind = (0, "")  # first seq and path of the next segment
     for first, path in reversed(segments):
         with contextlib.suppress(FileNotFoundError):  # retention has just deleted it
             begins, ended = _ends(path)
@@ -269,7 +272,7 @@ class Wal:
         The WAL stays as it was until the new segment is complete, so `wait_for_room` may raise.
         """
         wait = wait_for_room or self._wait_for_room
-        self.sync()  # also after a cut: a power cut must not bring back what was cut off
+        self.sync()  # also after a cut: a power cut must not bring back the records that were cut
         self._index.seal(wait)
         old = Segment(self._first, self._file.path, self._file.size)
         path = f"{self.directory}/{segment.name(self.last_seq + 1)}"
@@ -370,7 +373,7 @@ def settle(directory: str) -> None:
 
 
 def end_of(seq: int, index: str, fd: int, size: int) -> int:
-    """Return the byte at which the records up to `seq` end in a segment of `size` bytes, or anything but a record comes."""
+    """Return the byte at which the good records up to `seq` end, in a segment of `size` bytes."""
     _, position = last_before(index, size, seq)
     end = position
     for at, line in _lines_from(fd, position, size):

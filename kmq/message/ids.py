@@ -5,8 +5,10 @@ A producer's ids are decimal and increasing (`KnownProducer`). The ids of a wind
 Invariant   An id up to a producer's last is known to be stored exactly while a run or a range holds it. Of the last
             PRINTS ids there is a fingerprint of the content too (record.fingerprint), unless the dedupe table had to
             forget it.
+            The ids of a producer's runs rise. Their seqs rise too, except for ids that were stored anew because their
+            records had been deleted (`renew`). No id of a range has a higher seq than any id of a run.
 Memory      A run gives the seq of each of its ids. Older runs become ranges without seqs, and ranges that adjoin are
-            merged. A producer has at most _RANGES ranges; an id below them is unknown. A window is bounded by count and
+            merged. A producer has at most _RANGES ranges; ids below them are unknown. A window is bounded by count and
             age.
 """
 
@@ -22,11 +24,15 @@ NAME_PATTERN = rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME}}}"
 MAX_ID_DIGITS = 18  # of an increasing id: it fits a signed 64-bit number
 MAX_WINDOW_ID = 256  # bytes of an arbitrary id: bounds the memory of a window
 MADE_UP = "auto-"  # starts a name that a client generates for one run of a program; the dedupe table forgets it first
-# Names that a door of KMQ gives to Kafka's producers: `k<pid>.<from_seq>.<partition>`, `auto-k<life>.<partition>` for those
-# without a pid. `t<pid>` is for what a transaction writes. A pid has at least 7 digits, so a till `t5` stays a till.
+# Names that the Kafka door gives to Kafka's producers: `k<pid>.<from_seq>.<partition>`, `auto-k<life>.<partition>` for
+# those without a pid. `t<pid>` is for what a transaction writes. A pid has at least 7 digits, so a till `t5` stays a
+# till.
 KAFKA_NAME = r"k\d{7,18}\.\d{1,18}\.\d{1,9}|auto-k\d{1,18}\.\d{1,9}"
+PIDS_PER_LIFE = 10**6  # pids that one life of the gateway may give: 18 digits last for 10^6 epochs of a shard
 COPIER_NAME = r"t\d{7,18}"
 OWN_NAME = rf"__.*|{COPIER_NAME}"  # of producers of KMQ itself
+
+FORGOTTEN = -1  # answer to a question for the last id of an unknown name, which may have been forgotten
 
 _OF_DOOR = re.compile(f"{KAFKA_NAME}|{COPIER_NAME}".encode())
 
@@ -36,28 +42,33 @@ _RANGES = 1 << 16
 
 
 def is_of_door(name: bytes) -> bool:
-    """Return True for a producer whose lines the Kafka door writes, and says in each whose it is.
+    """Return True if the Kafka door writes the lines of this producer, and names the producer in each.
 
-    So the fingerprint of such a line is of the line as a whole (record.fingerprints).
+    The fingerprint of such a line covers the whole line (record.fingerprints).
     """
     return _OF_DOOR.fullmatch(name) is not None
 
 
+def pid_of(name: bytes) -> int:
+    """Return the pid of a name that the door gave to a producer of Kafka; 0 for any other name."""
+    return int(name[1:].partition(b".")[0]) if name.startswith(b"k") and is_of_door(name) else 0
+
+
 class KnownProducer:
-    """The ids of one name: runs of consecutive ids under consecutive seqs, and below them ranges of older ids."""
+    """The ids of one name: runs of consecutive ids under consecutive seqs, and ranges of ids that were stored earlier."""
 
     __slots__ = (
         *("counts", "firsts", "generation", "ids", "last_id", "lasts", "name", "part", "prints", "seconds", "seqs"),
     )
-    part: "TablePart"  # of the dedupe table, once it is there
+    part: "TablePart"  # of the dedupe table, once the producer is in it
 
     def __init__(self, name: bytes = b"", last_id: int = -1, seconds: int = 0) -> None:
         self.name, self.last_id, self.seconds = name, last_id, seconds
-        self.generation = 0  # of the last snapshot that has it, or is older than it (kmq/log/dedupe_file.py)
+        self.generation = 0  # of the last snapshot that copied it, or was older than it (kmq/log/dedupe_file.py)
         self.ids: list[int] = []  # first id of each run, rising
         self.seqs: list[int] = []
         self.counts: list[int] = []
-        self.firsts = array("q")  # first id of each range of ids whose seqs are forgotten, below all runs
+        self.firsts = array("q")  # first id of each range of ids whose seqs are forgotten, rising
         self.lasts = array("q")
         self.prints = array("I")  # of the last ids stored, up to twice as many as PRINTS; 0: not known
 
@@ -66,19 +77,29 @@ class KnownProducer:
         if number > self.last_id:
             return NEW
         at = bisect_right(self.ids, number) - 1
-        if at >= 0:
-            ahead = number - self.ids[at]
-            return self.seqs[at] + ahead if ahead < self.counts[at] else TOO_OLD
+        if at >= 0 and (ahead := number - self.ids[at]) < self.counts[at]:
+            return self.seqs[at] + ahead
         at = bisect_right(self.firsts, number) - 1
         return 0 if at >= 0 and number <= self.lasts[at] else TOO_OLD
 
+    def most_forgotten(self) -> int:
+        """Return the highest seq that an id with a forgotten seq may have."""
+        return min(self.seqs, default=1) - 1
+
     def print_of(self, number: int) -> int:
         """Return the fingerprint of the message with id `number`, which `find` has found; 0 if it is forgotten."""
+        back = self._print_place(number)
+        return self.prints[-back] if back else 0
+
+    def _print_place(self, number: int) -> int:
+        """Return the index of an id's fingerprint, counted from the end; 0 if it is forgotten, or the id in no run."""
         at = bisect_right(self.ids, number) - 1
-        if at < 0:
+        if at < 0 or number - self.ids[at] >= self.counts[at]:
             return 0
         back = sum(self.counts[at:]) - (number - self.ids[at])
-        return self.prints[-back] if back <= min(PRINTS, len(self.prints)) else 0
+        for above in range(bisect_right(self.firsts, number), len(self.firsts)):  # only after `renew`
+            back += self.lasts[above] - self.firsts[above] + 1
+        return back if back <= min(PRINTS, len(self.prints)) else 0
 
     def add(self, first_id: int, seq: int, count: int, prints: Sequence[int] = ()) -> int:
         """Remember `count` ids from first_id on as stored from `seq` on, with fingerprints. Returns the runs added."""
@@ -103,26 +124,79 @@ class KnownProducer:
         if len(known) >= 2 * PRINTS:
             del known[:-PRINTS]
 
+    def renew(self, number: int, seq: int, print: int) -> None:
+        """Remember that id `number`, at most the last one, is stored as `seq` now: its older record was deleted."""
+        known = self.find(number)
+        if known > 0:
+            self._cut_run(bisect_right(self.ids, number) - 1, number)
+        elif known == 0:
+            self._cut_range(bisect_right(self.firsts, number) - 1, number)
+        else:
+            del self.prints[:]  # they are counted by the known ids
+        at = bisect_right(self.ids, number)
+        if at and self.ids[at - 1] + self.counts[at - 1] == number and self.seqs[at - 1] + self.counts[at - 1] == seq:
+            self.counts[at - 1] += 1
+        else:
+            self.ids.insert(at, number)
+            self.seqs.insert(at, seq)
+            self.counts.insert(at, 1)
+        if back := self._print_place(number):
+            self.prints[-back] = print
+
+    def _cut_run(self, at: int, number: int) -> None:
+        """Take one id out of a run, which may leave a part on both sides."""
+        first, seq, count = self.ids[at], self.seqs[at], self.counts[at]
+        ahead = number - first
+        parts = [(first, seq, ahead), (number + 1, seq + ahead + 1, count - ahead - 1)]
+        left = [part for part in parts if part[2]]
+        self.ids[at : at + 1] = [part[0] for part in left]
+        self.seqs[at : at + 1] = [part[1] for part in left]
+        self.counts[at : at + 1] = [part[2] for part in left]
+
+    def _cut_range(self, at: int, number: int) -> None:
+        first, last = self.firsts[at], self.lasts[at]
+        left = [ends for ends in ((first, number - 1), (number + 1, last)) if ends[0] <= ends[1]]
+        self.firsts[at : at + 1] = array("q", [ends[0] for ends in left])
+        self.lasts[at : at + 1] = array("q", [ends[1] for ends in left])
+
     def trim(self, keep: int) -> int:
-        """Turn all but the newest `keep` runs into ranges, without seqs. Returns how many runs were turned."""
+        """Turn all but the `keep` runs with the highest seqs into ranges, without seqs. Returns how many were turned."""
         surplus = len(self.ids) - keep
         if surplus <= 0:
             return 0
-        for first, count in zip(self.ids[:surplus], self.counts[:surplus], strict=True):
-            if self.lasts and self.lasts[-1] + 1 == first:
-                self.lasts[-1] = first + count - 1
-            else:
-                self.firsts.append(first)
-                self.lasts.append(first + count - 1)
-        del self.ids[:surplus], self.seqs[:surplus], self.counts[:surplus]
-        del self.firsts[:-_RANGES], self.lasts[:-_RANGES]
+        oldest = sorted(range(len(self.seqs)), key=self.seqs.__getitem__)[:surplus]
+        for at in sorted(oldest):
+            self._add_range(self.ids[at], self.ids[at] + self.counts[at] - 1)
+        for at in sorted(oldest, reverse=True):
+            del self.ids[at], self.seqs[at], self.counts[at]
+        if len(self.firsts) > _RANGES:
+            self._forget_ranges(len(self.firsts) - _RANGES)
         return surplus
+
+    def _add_range(self, first: int, last: int) -> None:
+        """Add ids that are in no range. Adjoining ranges are merged."""
+        at = bisect_right(self.firsts, first)
+        if at and self.lasts[at - 1] + 1 == first:
+            at -= 1
+            self.lasts[at] = last
+        else:
+            self.firsts.insert(at, first)
+            self.lasts.insert(at, last)
+        if at + 1 < len(self.firsts) and self.firsts[at + 1] == last + 1:
+            self.lasts[at] = self.lasts[at + 1]
+            del self.firsts[at + 1], self.lasts[at + 1]
 
     def forget_ranges(self) -> int:
         """Forget all ranges. Returns how many there were."""
         count = len(self.firsts)
-        self.firsts, self.lasts = array("q"), array("q")
+        self._forget_ranges(count)
         return count
+
+    def _forget_ranges(self, count: int) -> None:
+        """Forget the lowest ranges."""
+        if count and self.ids and self.lasts[count - 1] > self.ids[0]:
+            del self.prints[:]  # they are counted by the known ids
+        del self.firsts[:count], self.lasts[:count]
 
     def forget_prints(self) -> int:
         """Forget all fingerprints. Returns how many there were."""
@@ -132,23 +206,23 @@ class KnownProducer:
 
 
 class TablePart:
-    """A part of the names of a dedupe table. When it is full, those of `evictable` that are idle for `idle_s` make room."""
+    """A part of the names of a dedupe table. When it is full, it evicts names of `evictable` idle for `idle_s`."""
 
     __slots__ = ("count", "evictable", "idle_s", "most", "setting")
 
     def __init__(self, setting: str, most: int, idle_s: float) -> None:
-        """`most`: so many names may be here, which `setting` says."""
+        """`most`: how many names it may have, by `setting`."""
         self.setting, self.most, self.idle_s = setting, most, idle_s
         self.count = 0
         self.evictable: OrderedDict[bytes, KnownProducer] = OrderedDict()  # in the order of their last messages
 
     @property
     def excess(self) -> int:
-        """Return how many names have to go before another one has a place."""
+        """Return how many names must be evicted before another one can be added."""
         return self.count + 1 - self.most
 
 
-_KEYS_IN_LIST = 1024  # of the order of a window: as many are forgotten with one that comes, in some hundred µs
+_KEYS_IN_LIST = 1024  # per list of a window's order: each added key forgets at most so many, in some hundred µs
 
 # An id of a window is packed into one integer, which takes a third of the memory of a tuple: 32 bits of fingerprint,
 # 34 bits of seconds, and the seq above them.
@@ -168,8 +242,8 @@ def unpack(value: int) -> tuple[int, int, int]:
 class IdWindow:
     """The arbitrary ids of all scopes: the youngest `max_ids`, each for `age` seconds.
 
-    Invariant   One call costs the same however many ids there are: `add` forgets at most _KEYS_IN_LIST, and what is
-                too old and still there counts for nothing. `snapshot` takes lists of keys, and no key.
+    Invariant   One call costs the same however many ids there are: `add` forgets at most _KEYS_IN_LIST ids, and expired
+                ids that remain are ignored. `snapshot` copies lists of keys, not single keys.
     """
 
     def __init__(self, max_ids: int, age: float) -> None:
@@ -179,7 +253,7 @@ class IdWindow:
         self._newest: list[bytes] = []
         self._order = deque([self._newest])
         self._first = 0  # index of the oldest key in the first list
-        self._again: dict[bytes, int] = {}  # keys that were added again: so many times `_order` has them for nothing
+        self._again: dict[bytes, int] = {}  # keys that were added again: how many outdated entries `_order` has of each
         self._snapshot: WindowSnapshot | None = None
 
     def __len__(self) -> int:
@@ -193,7 +267,7 @@ class IdWindow:
         return value >> _SEQ_SHIFT
 
     def print_of(self, scope: bytes, id: bytes) -> int:
-        """Return the fingerprint of an id that `find` has found; 0 where it is unknown."""
+        """Return the fingerprint of an id that `find` has found; 0 if it is unknown."""
         return self.ids[b"%b|%b" % (scope, id)] & _PRINT
 
     def add(self, scope: bytes, id: bytes, seq: int, seconds: int, print: int = 0) -> None:
@@ -260,18 +334,18 @@ class IdWindow:
 class WindowSnapshot:
     """The ids of a window at one moment, for another thread, which reads them once.
 
-    The window says what it forgets, before it does. So an id that is forgotten meanwhile, or added again, is read as it
-    was, without a lock.
+    The window calls `keep` before it forgets an id. So an id that is forgotten or added again meanwhile is read as it
+    was at that moment, without a lock.
     """
 
     def __init__(self, ids: dict[bytes, int], order: list[list[bytes]], first: int, again: dict[bytes, int]) -> None:
         self._ids, self._order, self._first, self._again = ids, order, first, again
         self._in_last = len(order[-1])  # keys of the last list, which grows
         self._kept: dict[bytes, int] = {}
-        self.is_complete = False  # nothing is to be read any more
+        self.is_complete = False  # all rows were read
 
     def keep(self, key: bytes, value: int) -> None:
-        """Note the value of a key that is about to be forgotten."""
+        """Keep the value of a key that the window is about to forget."""
         self._kept.setdefault(key, value)
 
     def rows(self) -> Iterator[tuple[bytes, int]]:
@@ -283,7 +357,7 @@ class WindowSnapshot:
                     if self._again.get(key):
                         self._again[key] -= 1
                         continue
-                    value = self._ids.get(key, 0)  # 0: it was kept before. So look here first, then at what was kept
+                    value = self._ids.get(key, 0)  # 0: `keep` has it by now. So look here first, then there
                     yield key, self._kept.get(key, value)
         finally:
             self.is_complete = True

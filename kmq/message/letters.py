@@ -2,12 +2,12 @@
 
     <dlq>[.@.<key>]|<producer's time>|<group>.<topic>.<partition>.<offset>;<its headers>;origin_topic=…;…|<its payload>
 
-Key, time, headers and payload are those of the message, byte by byte. The headers behind them are KMQ's own
-(lines.LETTER_HEADERS): they say where the message is stored, which group failed, how often, when first and last, and
-the last error. A message that was a letter before loses the headers of the old letter.
+Key, time, headers and payload are the message's, byte by byte. The headers after them are KMQ's own
+(text.LETTER_HEADERS): where the message is stored, which group failed, how often, when first and last, and the last
+error. A message that was a letter before loses the headers of the old letter.
 
-Once        The id names the place of the message. Sent in the window of its group, it is stored once, although a
-            consumer that dies behind the letter and before its commit sends it again.
+Once        The id names the place of the message. It is sent in the window of its group, so it is stored once, even if
+            a consumer dies after the letter and before its commit, and the letter is sent again.
 Read        `parse_letter` also reads the letters of Spark's pipelines (kmq/spark/pipelines/archive.py), which have
             `reason`, `from` (topic-partition-offset), the old `id`, and `other` with headers of odd names. Any other
             record is no letter.
@@ -19,22 +19,22 @@ from typing import NamedTuple
 
 from kmq.message import record
 from kmq.message.message import Message
+from kmq.message.record import DLQ
 from kmq.message.text import LETTER_HEADERS, REPLAYS, decode, decode_payload, key_text, make_routing_key, percent_encode
 
-DLQ = ".dlq"  # suffix of a dead letter topic's name
-_TOPICS = re.compile(r"dead|.+[._-]dlq")  # `dead` holds lines that were no messages; they have no origin
+_TOPICS = re.compile(r"dead|.+[._-]dlq")  # `dead` holds malformed lines, which have no origin
 _FROM = re.compile(r"(?s)(.+)-(\d{1,9})-(\d{1,18})")
 _MOST_ERROR = 500  # characters of an error
 _OLD = re.compile(rb";(?:p|w|%b)(?:=[^;]*)?(?=;|\Z)" % b"|".join(name.encode() for name in LETTER_HEADERS))
 
 
 def is_dead_letters(topic: str) -> bool:
-    """Return True if the name says that every record of the topic is a dead letter, whoever has written it."""
+    """Return True if by its name every record of the topic is a dead letter, whatever wrote it."""
     return _TOPICS.fullmatch(topic) is not None
 
 
 class Failure(NamedTuple):
-    """What happened to a message: the last error, how often it was tried, and when it failed (seconds)."""
+    """How a message failed: the last error, the number of attempts, and when it failed (seconds)."""
 
     group: str
     error: BaseException | str
@@ -82,7 +82,7 @@ def _text(error: BaseException | str) -> str:
 
 
 class Letter(NamedTuple):
-    """What a dead letter says: where its message is stored, and why it was put aside. "": it does not say."""
+    """The content of a dead letter: where its message is stored, and why it failed. "": not known."""
 
     topic: str  # of the origin
     partition: int
@@ -101,14 +101,14 @@ class Letter(NamedTuple):
         return f"{self.topic}/{self.partition}@{self.offset}"
 
     def obstacle(self, max_replays: int) -> str:
-        """Return why the letter stays; "" if it may go back."""
+        """Return why the letter must not be sent back; "" if it may be."""
         if self.is_cut:
             return "its payload was cut"
         return f"it came back {self.replays} times" if self.replays >= max_replays else ""
 
 
 def parse_letter(line: bytes) -> Letter | None:
-    """Return what a stored line says as a dead letter; None if it is none."""
+    """Parse a stored line as a dead letter; return None for any other record."""
     if b";origin_topic=" not in line and b";from=" not in line:
         return None
     _, _, routing_key, _, field, payload = record.fields(line)
@@ -133,14 +133,14 @@ def parse_letter(line: bytes) -> Letter | None:
 
 
 def why_dead(line: bytes) -> str:
-    """Return why a stored line is where dead letters are, in one line: as its letter says, else its header `reason`."""
+    """Return in one line why a stored line is among the dead letters: the letter's error, else its header `reason`."""
     letter = parse_letter(line)
     reason = "" if letter else stored_headers(record.fields(line).id).get("reason", "")
     return " ".join((letter.why if letter else reason or "(it says nothing about an origin)").split())
 
 
 def stored_headers(field: bytes) -> dict[str, str]:
-    """Return the headers by their stored names, so that a user's `error`, which is stored as `%65rror`, is another."""
+    """Return the headers by their stored names: a user's `error` is stored as `%65rror`, and not taken for KMQ's."""
     pairs = (header.decode(errors="replace").partition("=") for header in field.split(b";")[1:])
     return {name: decode(value) for name, _, value in pairs}
 
@@ -162,7 +162,6 @@ def _number(text: str) -> int:
 
 
 __all__ = [
-    "DLQ",
     "Failure",
     "Letter",
     "format_letter",

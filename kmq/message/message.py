@@ -1,26 +1,26 @@
-"""A stored line as a consumer sees it: which message it is, its key, value and headers.
+"""A stored line as a consumer sees it: topic, partition, offset, key, value and headers.
 
     seq|recv_ts|routing_key|producer_ts|id;headers|payload
 
-Key         Bytes, or None without a key. With a mark the key is what follows the mark, without one what follows the
-            topic's name (kmq/message/record.py). It is percent-decoded.
-Value       Bytes, or None for an empty payload (a tombstone). With the header `enc=b64` it is decoded, so an empty value
-            is not null. A payload that is not base64 in spite of this header is the value as it is stored: a line that
-            somebody typed wrong must not stop the consumers of its partition.
+Key         Bytes, or None without a key. It follows the mark, or without a mark the topic's name
+            (kmq/message/record.py). It is percent-decoded.
+Value       Bytes, or None for an empty payload (a tombstone). With a header `enc=` it is decoded, so an empty value
+            is not null. If the payload is not base64 in spite of this header, the value is the stored payload: a
+            mistyped line must not stop the consumers of its partition.
 Headers     Name and value in the order in which they are stored, with duplicates; a value is None if there is no `=`.
             The header `enc` and names of one letter are not among them: KMQ writes those for itself.
 Cost        A message keeps its line and looks into it on demand: some 0.2 µs to make it, and as much for each property.
-            To keep the fields would take longer than to cut them out again.
+            Keeping the fields would take longer than cutting them out again.
 """
 
 import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from itertools import count, repeat
-from urllib.parse import unquote, unquote_to_bytes
+from urllib.parse import unquote_to_bytes
 
 from kmq.message import record
-from kmq.message.text import decode, decode_payload, is_transport_header
+from kmq.message.text import client_headers, decode, decode_payload
 
 Header = tuple[str, bytes | None]
 
@@ -31,7 +31,7 @@ _FIELDS = 6
 class Message:
     """A record of a partition. `timestamp` and `recv_timestamp` are seconds since the epoch.
 
-    `deliveries`: how often the group was given the message, with this time; 1: it is new.
+    `deliveries`: how often the message was delivered to the group, including this time; 1: it is new.
     """
 
     __slots__ = ("line", "marks_from", "offset", "partition", "topic")
@@ -76,7 +76,7 @@ class Message:
         fields = self.line.split(b"|", _FIELDS - 1)
         if len(fields) != _FIELDS:
             _ = self.fields
-        return decode_payload(fields[4], fields[5]) if b"enc=b64" in fields[4] else fields[5] or None
+        return decode_payload(fields[4], fields[5]) if b";enc=" in fields[4] else fields[5] or None
 
     @property
     def headers(self) -> list[Header]:
@@ -84,17 +84,10 @@ class Message:
         return [*self.each_header()]
 
     def each_header(self, most: int | None = None) -> Iterator[Header]:
-        """Yield (name, value) of each header, decoded one by one; `most`: of a longer one only so many bytes, and some."""
+        """Yield (name, value) of each header, decoded one by one; `most`: of a longer one about so many bytes."""
         stored = None if most is None else 3 * (most + 1)  # a byte is stored as three at most
-        for name, value in self._stored_headers(stored):
-            if not is_transport_header(name):
-                yield unquote(name), value
-
-    def _stored_headers(self, most: int | None = None) -> Iterator[tuple[str, bytes | None]]:
-        """Yield the name of each header as it is stored, and its decoded value, of `most` stored bytes each."""
-        for header in self.fields[4].split(b";")[1:]:
-            name, equals, value = header.partition(b"=")
-            yield name[:most].decode(errors="replace"), unquote_to_bytes(value[:most]) if equals else None
+        for name, value in client_headers(self.fields[4], stored):
+            yield name.decode(errors="replace"), value
 
     @property
     def id(self) -> str:
@@ -104,17 +97,18 @@ class Message:
     @property
     def producer(self) -> str:
         """Return the name of the producer whose ids these are; "" if the message was sent without such a name."""
-        return next((value.decode() for name, value in self._stored_headers() if name == "p" and value), "")
+        names = (header[2:] for header in self.fields[4].split(b";")[1:] if header.startswith(b"p="))
+        return decode(next(filter(None, names), b""))
 
     @property
     def timestamp(self) -> float:
-        """Return when the producer made the message; without such a time, when the broker received it."""
+        """Return when the producer made the message; without this time, when the broker received it."""
         fields = self.fields
         return float(fields[3]) if SECONDS.fullmatch(fields[3]) else float(fields[1])
 
     @property
     def timestamp_ms(self) -> int:
-        """Return the timestamp in milliseconds, exactly as a client gave it that counts in milliseconds."""
+        """Return the timestamp in milliseconds. It is exact for clients that send milliseconds."""
         return round(self.timestamp * 1000)
 
     @property
@@ -128,9 +122,9 @@ class Message:
         return len(self.line) + 1
 
     def as_dict(self, text: bool = False) -> dict[str, object]:
-        """Return the message as JSON knows it: timestamp in ms; key and values base64.
+        """Return the message for JSON: timestamp in ms; key and values as base64.
 
-        With `text` they are text, if all of them are UTF-8; else they are base64, and `encoding` says so.
+        `text`: as text if all of them are UTF-8; else as base64, and `encoding` says so.
         """
         if not text:
             return _shown(self, _as_base64)
@@ -182,12 +176,20 @@ def _as_text(value: bytes | None) -> str | None:
 
 
 def messages(topic: str, partition: int, first_offset: int, lines: bytes, marks_from: int = 0) -> list[Message]:
-    """Return the messages in whole stored lines. A bare newline has an offset, and is no message."""
+    """Return the messages in whole stored lines. A bare newline takes an offset, but is no message."""
     return list(each_message(topic, partition, first_offset, lines.split(b"\n")[:-1], marks_from))
 
 
+def highest_ms(lines: bytes) -> int | None:
+    """Return the highest `timestamp_ms` of whole stored lines; None if they hold no message."""
+    rows = [line.split(b"|", 4) for line in lines.split(b"\n") if line]
+    # hot loop: what Message.timestamp does
+    times = [row[3] if SECONDS.fullmatch(row[3]) else row[1] for row in rows]
+    return round(max(map(float, times)) * 1000) if times else None
+
+
 class RedeliveredMessage(Message):
-    """A message that comes again. It is a class of its own because a word more in each new message costs 5 %."""
+    """A redelivered message. A class of its own, because one more word in each new message costs 5 %."""
 
     __slots__ = ("deliveries",)
 

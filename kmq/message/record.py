@@ -1,11 +1,11 @@
-"""The line: its form as sent and as stored, and how a line that is not a message is kept.
+"""The line: its form as sent and as stored, and how a malformed line is stored.
 
     sent     routing_key|producer_ts|id|payload
     stored   seq|recv_ts|routing_key|producer_ts|id|payload
 
 A routing key has one of two forms. In `<topic>[.<key>]` only the table of topics tells where the topic ends. In
 `<topic>.@[<partition>][.<key>]` the mark tells it: `.@` with digits or nothing, then the end or a dot. The first mark
-counts, and the topic stands before it. Without a second dot there is no key; a dot at the end means an empty key.
+counts, and the topic is the text before it. Without a second dot there is no key; a dot at the end means an empty key.
 
 Everything here is a pure function of bytes. The hot path checks a whole block at once (`good_prefix` returns how many
 bytes are well-formed lines) and touches single lines only from the first malformed line on.
@@ -18,7 +18,8 @@ from zlib import crc32
 
 from kmq.message.ids import MAX_ID_DIGITS
 
-MAX_TOPIC = 200  # bytes; with "-<partition>.log" behind it a name still fits NAME_MAX (255)
+DLQ = ".dlq"  # suffix of a dead letter topic's name
+MAX_TOPIC = 200  # bytes; with "-<partition>.log" after it a name still fits NAME_MAX (255)
 MALFORMED = b"dead.malformed"
 # Room that the header of a dead.malformed line takes beyond a payload of KMQ_MAX_LINE bytes.
 MALFORMED_OVERHEAD = 256
@@ -53,7 +54,7 @@ NO_PARTITION = 10**9  # stands for any number that large: Python reads no number
 # Last three digits of a sequence number: numbering a line costs two list slots instead of a format call.
 _LOW = [b"%03d|" % i for i in range(1000)]
 
-# What follows the key of a line that says whose it is: time, id, producer, headers, payload.
+# What follows the key of a line that names its producer: time, id, producer, headers, payload.
 _OWNED = rb"\|[^|\n]*+\|\d{1,%d}+;p=%%b%b\|.*+\n" % (MAX_ID_DIGITS, _USER_HEADERS)
 
 
@@ -75,7 +76,7 @@ class Shape:
         return match.end() if match else 0
 
     def fits(self, data: bytes, producer: bytes = b"") -> bool:
-        """Return True if all of `data` is such lines. With a `producer` each must have a decimal id of it, as it is stored."""
+        """Return True if all of `data` is such lines. `producer`: each has its header and a decimal id, as stored."""
         if not producer:
             return self.prefix(data) == len(data)
         match = None if 0 in data else self._owned.fullmatch(data)
@@ -126,7 +127,7 @@ class Marked(namedtuple("Marked", ("topic", "partition", "key"))):
 
 
 def has_mark(routing_key: bytes) -> bool:
-    """Return True if a routing key holds a mark, also behind something that is no topic name."""
+    """Return True if a routing key holds a mark, also if the text before it is no topic name."""
     return _MARK.search(routing_key) is not None
 
 
@@ -195,7 +196,7 @@ def refusal(line: bytes, reserved: bool = False) -> str:
 
 
 def key_refusal(routing_key: bytes) -> str:
-    """Return why a routing key is none, as one word; "" if it is one."""
+    """Return why a routing key is invalid, as one word; "" if it is valid."""
     return refusal(routing_key + b"|||") or ("separator" if b"|" in routing_key or b"\n" in routing_key else "")
 
 
@@ -203,9 +204,9 @@ def malformed(reason: str, original: bytes, length: int, max_line: int, headers:
     """Return the `dead.malformed` line, as sent, that keeps a line which is not a message.
 
     `length` is the original's length in bytes, `original` may already be cut. The payload is at most `max_line`.
-    `headers`: more of them, each with its semicolon.
+    `headers`: further headers, each with its semicolon.
     """
-    if 0 in original:
+    if 0 in original or b"\n" in original:
         payload, encoding = b2a_base64(original[: max_line // 4 * 3], newline=False), b";enc=b64"
     else:
         payload, encoding = original[:max_line], b""
@@ -243,7 +244,7 @@ def claims(text: bytes) -> bool:
 
 
 def disclaim(line: bytes) -> bytes:
-    """Return `line` with such headers turned into a part of the id, so that no reader trusts them."""
+    """Return `line` with these headers made a part of the id, so that no reader trusts them."""
     if b";" not in line:
         return line
     fields = line.split(b"|", 3)
@@ -256,7 +257,7 @@ _OWN_HEADER = re.compile(rb";(?:[^;=]|enc|reason|len)(?:=[^;]*)?(?=;|$)")
 
 
 def without_mark(routing_key: bytes) -> bytes:
-    """Return a routing key as fingerprints compare it: without the partition that was asked for."""
+    """Return a routing key as fingerprints compare it: without the partition in its mark."""
     return _MARK.sub(b"", routing_key, count=1)
 
 
@@ -284,7 +285,7 @@ def fingerprint(routing_key: bytes, headers: bytes, payload: bytes) -> int:
 
 
 def fingerprints(lines: list[bytes]) -> list[int]:
-    """Return 32 bits of each of these lines of the Kafka door: of all but the sending time, which a client may set anew."""
+    """Return 32 bits of each of these lines of the Kafka door: of all except the sending time, which may change."""
     if key := common_key(lines):
         start, at = crc32(key), len(key) + 1
         return [crc32(line[line.index(b"|", at) :], start) for line in lines]
@@ -313,7 +314,7 @@ def number(lines: list[bytes], seq: int, recv_ts: bytes) -> tuple[bytes, int]:
     Returns (block, added): `added` is how many bytes the numbers and times take, so that
     len(block) - added is what the lines took with their newlines.
     """
-    if len(lines) == 1:  # one in flight: a tenth of the code, which is cold then
+    if len(lines) == 1:  # one message in flight: a tenth of the code, which is not in the cache then
         head = b"%d|%b|" % (seq, recv_ts)
         return b"%b%b\n" % (head, lines[0]), len(head)
     stamp = recv_ts + b"|"

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kmq.message import record
 from kmq.message.record import MAX_TOPIC
 
-LEVEL = 2  # rises with a release that routes otherwise: the replicas of a shard must route alike (cluster/register.py)
+LEVEL = 2  # rises with a release that routes differently: replicas of a shard must route alike (cluster/register.py)
 
 # --- partitioners ----------------------------------------------------------------------------------------------------
 # Which partition a key leads to, and how messages without a key take turns.
@@ -55,7 +55,7 @@ class Partitioner(namedtuple("Partitioner", ("name", "number", "run"))):
 
 
 def decoded(key: bytes) -> bytes:
-    """Return the bytes of a key before they were percent-encoded; a % without two digits behind it stays."""
+    """Return the bytes of a key before they were percent-encoded; a % without two hex digits after it stays."""
     if b"%" not in key:
         return key
     return _ESCAPE.sub(lambda escape: bytes.fromhex(escape[1].decode()), key)
@@ -78,7 +78,7 @@ def _murmur2_of(key: bytes) -> int:
     return murmur2(decoded(key)) & 0x7FFFFFFF  # toPositive
 
 
-CRC32 = Partitioner("crc32", zlib.crc32, 1)  # of topics that name none: they were declared when there was no other
+CRC32 = Partitioner("crc32", zlib.crc32, 1)  # of topics without a partitioner: declared when there was no other
 MURMUR2 = Partitioner("murmur2", _murmur2_of, RUN)
 PARTITIONERS = {each.name: each for each in (CRC32, MURMUR2)}
 DEFAULT = MURMUR2  # of topics declared from now on
@@ -101,7 +101,7 @@ class Route(namedtuple("Route", ("topic", "key", "asked"), defaults=(None,))):
         return self.key is None and self.asked is None
 
 
-Growth = Sequence[tuple[int, int]]  # each time that a topic grew: from which seq on, and its partitions before it
+Growth = Sequence[tuple[int, int]]  # each growth of a topic: its first seq, and the number of partitions before it
 
 
 class Topic:
@@ -118,7 +118,7 @@ class Topic:
         grown: Growth = (),
         partitioner: Partitioner = CRC32,
     ) -> None:
-        """`partitions`: as it has now. `lives`: from_seq and last_seq of each deleted topic of this name, in order."""
+        """`partitions`: how many now. `lives`: from_seq and last_seq of each deleted topic of this name, in order."""
         self.name, self.partitions, self.from_seq, self.lives, self.grown = name, partitions, from_seq, lives, grown
         self.partitioner = partitioner
 
@@ -133,7 +133,7 @@ class Topic:
 
     @property
     def is_rerouted(self) -> bool:
-        """Return True if releases before format 3 would lead some of its records to other partitions."""
+        """Return True if releases before format 3 would route some of its records to other partitions."""
         return bool(self.grown) or self.partitioner is not CRC32
 
     def is_in_force(self, seq: int) -> bool:
@@ -145,7 +145,7 @@ class Topic:
         return [*(seq for first, last in self.lives for seq in (first, last + 1)), *mine]
 
     def changes(self) -> list[int]:
-        """Return every seq from which on a routing key may lead elsewhere because of this topic, in order."""
+        """Return in order every seq from which on this topic may change where a routing key leads."""
         return [*self.bounds(), *(seq for seq, _ in self.grown)]
 
     def partitions_at(self, seq: int) -> int:
@@ -203,7 +203,7 @@ def table(in_force: Iterable[Topic], lives: Lives, marks_from: int = 0) -> Table
 
 
 def resolve(topics: Table, routing_key: bytes, seq: int) -> Route:
-    """Return the route under the topics in force at `seq`; its topic is DELETED if it was deleted since."""
+    """Return the route under the topics in force at `seq`; its topic is DELETED if it was deleted later."""
     route = _route(topics, routing_key, seq)
     topic = topics.get(route.topic)
     if topic is not None and topic.lives and seq <= topic.lives[-1][1]:
@@ -233,7 +233,7 @@ def exact(topic: bytes, key: bytes | None) -> bytes:
 
 
 def key_behind(topic: bytes, routing_key: bytes, has_marks: bool = True) -> bytes | None:
-    """Return the key of a routing key that leads to `topic`. `has_marks`: marks count in its record."""
+    """Return the key in a routing key that leads to `topic`. `has_marks`: the record is one in which marks count."""
     key: bytes | None = routing_key[len(topic) + 1 :] or None
     if has_marks and b".@" in routing_key and (mark := record.marked(routing_key)) is not None:
         key = mark.key
@@ -246,7 +246,7 @@ class AnyTopic:
     def takes(self, text: bytes, next_seq: int, producer: bytes = b"") -> bool:
         """Return True if `text` is well-formed lines without misplaced marks. `next_seq`: the seq of the first line.
 
-        `producer`: they must be as lines of this producer are stored, with decimal ids.
+        `producer`: each line must have its header, and a decimal id, as stored.
         """
         shape = record.own_shape if producer else record.any_shape
         return shape.fits(text, producer) and record.marks(text) is not None
@@ -254,3 +254,14 @@ class AnyTopic:
     def refusal(self, line: bytes, seq: int) -> str:
         """Return why this well-formed line, the next record `seq`, may not name its topic, as one word; else ""."""
         return ""
+
+    def begin(self) -> None:
+        """Begin a turn: `has_deleted` counts deletions before it."""
+
+    def has_deleted(self, routing_key: bytes, seq: int, is_exact: bool = True, is_same: bool | None = True) -> bool:
+        """Return True if the record `seq`, of the topic that this routing key names, was deleted.
+
+        Without `is_exact` the record has this seq or a lower one. `is_same`: whether it has the same routing key and
+        content as the message at hand; None: not known.
+        """
+        return False

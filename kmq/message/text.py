@@ -5,11 +5,14 @@ Payloads    Tools that pass on lines of text (`kmq produce`, the demo) encode on
             that is not printable text. Text here is UTF-8 without control characters other than tab and carriage return, so that
             `tail -F` of a queue cannot disturb a terminal. An encoded payload is base64 with the header `enc=b64`;
             `decode_payload` restores the exact bytes.
+            Programs that send lines often send the newline too. If a value is text except for one newline at its end,
+            the Kafka door stores it without that newline and with the header `enc=lf`. So the stored line stays
+            readable.
 Null        No value (None) is sent as an empty payload, a tombstone under `cleanup=compact`. An empty value is sent as
             an empty payload with the header `enc=b64`.
-Keys        Text or bytes, percent-encoded, behind a mark (kmq/message/record.py). With a mark the message goes to the named
-            topic, whichever topics are declared now or later. Dots are encoded too, so that a key has the same text and
-            the same partition as before marks existed. `decode` restores the text, `decode_bytes` the bytes.
+Keys        Text or bytes, percent-encoded, after a mark (kmq/message/record.py). With a mark the message goes to the
+            named topic, whichever topics are declared now or later. Dots are encoded too, so that a key has the same
+            text and the same partition as before marks existed. `decode` restores the text, `decode_bytes` the bytes.
 """
 
 import contextlib
@@ -17,7 +20,7 @@ import math
 import re
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import SupportsFloat, SupportsIndex, cast
 from urllib.parse import quote, unquote, unquote_to_bytes
 
@@ -29,7 +32,7 @@ LETTER_HEADERS = (
     *("group", "error", "attempts", "first_failure", "last_failure"),
 )
 REPLAYS = "replays"  # how often a dead letter was sent back to its origin (kmq/deadletters)
-MAX_REPLAYS = 3  # a letter that came back so often stays, unless the user says otherwise
+MAX_REPLAYS = 3  # a letter that was sent back so often stays, unless the user sets another limit
 # Reserved for KMQ, as are all names of one letter.
 _OWN_HEADERS = frozenset(name.encode() for name in ("enc", "reason", "len", *LETTER_HEADERS, REPLAYS))
 
@@ -47,9 +50,9 @@ def wrong_type(name: str, value: object, wanted: str) -> TypeError:
 
 
 def as_bytes(value: object, name: str) -> bytes:
-    """Return the bytes that `value` means. Raises TypeError that names the parameter.
+    """Return `value` as bytes. Raises TypeError that names the parameter.
 
-    `bytes(value)` does not do: it takes a number for a count of NULs, and a list for the bytes of its numbers.
+    `bytes(value)` would be wrong: it makes NULs of a number, and bytes of a list of numbers.
     """
     if isinstance(value, str):
         return value.encode()
@@ -83,8 +86,8 @@ def seconds(value: object, name: str) -> float:
 def request_line(*words: object) -> bytes:
     """Return a line of a protocol, made of these words; "" is left out.
 
-    All that a client says besides messages goes through here. Raises ValueError for a word that the other side would
-    read as several, or as a line of its own. The error does not show it, because it may be a token.
+    Everything that a client sends besides messages is made here. Raises ValueError for a word that the other side would
+    read as several words, or as a line. The error does not show the word, because it may be a token.
     """
     said = [text for word in words if (text := str(word))]
     line = " ".join(said)
@@ -101,7 +104,7 @@ def percent_encode(text: str | bytes) -> str:
     exact = text.encode() if isinstance(text, str) else text
     if not exact.translate(
         None, _KEY_SAFE_BYTES
-    ):  # most have nothing to encode, which quote finds out in thrice the time
+    ):  # most texts need no encoding; `quote` takes three times as long to find that out
         return exact.decode()
     return quote(exact, safe=_KEY_SAFE)
 
@@ -129,6 +132,11 @@ def are_lines_of_text(data: bytes, count: int) -> bool:
     return len(data.translate(None, _CONTROL_FREE)) == count and (data.isascii() or _is_utf8(data))
 
 
+def is_text_line(payload: bytes) -> bool:
+    """Return True for printable text that ends with its only newline."""
+    return payload.endswith(b"\n") and len(payload) > 1 and is_text(payload[:-1])
+
+
 def _is_utf8(data: bytes) -> bool:
     try:
         data.decode()
@@ -142,12 +150,14 @@ def decode_payload(id: bytes, payload: bytes) -> bytes | None:
 
     A payload that is not base64 although its id field says so is returned as it is.
     """
-    if b"enc=b64" not in id.split(b";")[1:]:
-        return payload or None
-    try:
-        return b64decode(payload, validate=True)
-    except ValueError:
+    headers = id.split(b";")[1:]
+    if b"enc=b64" in headers:
+        with contextlib.suppress(ValueError):
+            return b64decode(payload, validate=True)
         return payload
+    if not payload:
+        return None
+    return payload + b"\n" if b"enc=lf" in headers else payload
 
 
 def decode_bytes(field: bytes | str) -> bytes:
@@ -209,7 +219,7 @@ def format_headers(headers: Headers) -> bytes:
 
 
 def _pairs(headers: object) -> Iterable[tuple[str, str | bytes | None]]:
-    """Return the headers. Raises TypeError for what is no list of pairs, such as text, whose letters would be headers."""
+    """Return the headers. Raises TypeError unless they are pairs: the letters of a text would become headers."""
     if isinstance(headers, Iterable) and not isinstance(headers, str | bytes | bytearray):
         pairs = tuple(headers)
         if all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
@@ -220,7 +230,7 @@ def _pairs(headers: object) -> Iterable[tuple[str, str | bytes | None]]:
 def format_header(name: bytes, value: str | bytes | None) -> str:
     """Return `;name=value`, or `;name` for a null value.
 
-    The first letter of a name that is KMQ's own is percent-encoded, which makes it another name until it is decoded.
+    The first letter of a name that KMQ reserves is percent-encoded, so the name differs until it is decoded.
     """
     if len(name) == 1 or name in _OWN_HEADERS:
         field = f";%{name[0]:02X}{name[1:].decode()}"
@@ -229,9 +239,21 @@ def format_header(name: bytes, value: str | bytes | None) -> str:
     return field if value is None else f"{field}={percent_encode(value)}"
 
 
-def is_transport_header(name: str) -> bool:
-    """Return True if KMQ wrote this header for itself: it is not among a message's headers."""
-    return len(name) == 1 or name == "enc"
+def is_transport_header(name: bytes) -> bool:
+    """Return True if KMQ wrote the header with this stored name for itself: a message's headers leave it out."""
+    return len(name) == 1 or name == b"enc"
+
+
+def client_headers(id: bytes, most: int | None = None) -> Iterator[tuple[bytes, bytes | None]]:
+    """Yield name and value of each header that a client sent, given the id field of its record; the value may be null.
+
+    In order, with duplicates. `most`: decode only so many stored bytes of each name and value.
+    A client's own `p` is stored as `%70`, so it is not taken for KMQ's.
+    """
+    for header in id.split(b";")[1:]:
+        name, equals, value = header.partition(b"=")
+        if not is_transport_header(name):
+            yield unquote_to_bytes(name[:most]), unquote_to_bytes(value[:most]) if equals else None
 
 
 def format_text(routing_key: bytes, payload: bytes | None, id: bytes, ts: float) -> bytes:
@@ -297,7 +319,7 @@ def _numbered(head: bytes, payloads: Sequence[bytes], first_id: int) -> bytes:
 
 
 def renumber(lines: bytes, ahead: int) -> bytes:
-    """Return `lines` with `ahead` added to the number that is the id of each."""
+    """Return `lines` with `ahead` added to each line's id, which is a number."""
     out: list[bytes] = []
     for line in lines.split(b"\n")[:-1]:
         routing_key, ts, id, payload = line.split(b"|", 3)  # hot loop: record.sent_fields, without the names

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a data directory, and heals it: `kmq verify [--repair]`.
+"""Repair: finds damage in a data directory and heals it: `kmq verify [--repair]`.
 
 verify.py       the command: everything that is wrong
 heal.py         the order of healing: the WAL from the queues, queues from the WAL, two records under one seq

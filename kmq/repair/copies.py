@@ -1,6 +1,6 @@
-"""Compares the two copies of each record, in the WAL and in its queue.
+"""Copies: compares the two copies of each record, in the WAL and in its queue. No crc shows a difference between them.
 
-No crc reveals a difference, because each copy has a right one.
+Example: the WAL has `7|…|a|||x` and queue a/0 has `7|…|a|||y`. Both have a right crc; the result is seq 7, `altered`.
 
 The WAL is read in windows of seqs, and each line is reduced to its crc32 and the partition it belongs to. Then the
 records of each queue in that window are read and compared. So every byte is read once, and a queue is read only if it
@@ -8,9 +8,9 @@ has records to compare.
 
 Invariant   Copies never writes.
 Memory      12 bytes per record of a window, and some numbers per queue.
-Live        Only records that router.ckpt covered at the start are compared: the router no longer writes there.
-            Retention and compaction may remove records meanwhile, so on a live directory a missing record is no
-            difference.
+Live        Only records that router.ckpt covered at the start are compared, because the router no longer writes there.
+            Retention and compaction may remove records meanwhile, so on a live directory a missing record does not
+            count as a difference.
 Not covered Blocks that a reader refuses as damaged are skipped here; verify reports each of them.
 """
 
@@ -43,13 +43,13 @@ _NEVER = 1 << 62
 
 
 class Difference(NamedTuple):
-    """A seq whose two copies do not agree."""
+    """A seq whose two copies differ."""
 
     seq: int
     kind: str  # a key of WHAT
     topic: str
     partition: int
-    offset: int  # in that queue; -1: it is not there
+    offset: int  # in that queue; -1: it is missing there
 
 
 WHAT = {
@@ -93,7 +93,7 @@ class Copies:
         is_live: bool,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Compare up to seq `upto`. `gaps`, in order: seqs that a queue may lack."""
+        """Compare up to seq `upto`. `gaps`: seqs that a queue may lack, in order."""
         self.data, self._upto, self._is_live, self._progress = data, upto, is_live, progress
         self._table = checkpoint.next_table(data)
         changes = (seq for topic in self._table.values() for seq in topic.changes())
@@ -199,7 +199,7 @@ class Copies:
 
     @staticmethod
     def _kind(line: bytes, at: int, number: int, window: _SeqWindow) -> str:
-        """Return how a record of queue `number` disagrees with record `at` of the window, or an empty text."""
+        """Return how a record of queue `number` differs from record `at` of the window; "" if it does not."""
         if window.queues[at] == number:
             return "" if window.crcs[at] == zlib.crc32(line) else "altered"
         if window.crcs[at] == zlib.crc32(line):
@@ -207,7 +207,7 @@ class Copies:
         return "altered" if window.crcs[at] else "foreign"
 
     def _lost(self, window: _SeqWindow, seen: bytearray, high: int) -> Iterator[Difference]:
-        """Yield the records that the WAL has and the queue lacks, although nothing has removed them."""
+        """Yield the records that the WAL has and the queue lacks, although no process removed them."""
         if 0 not in seen:
             return
         by_number, base = list(self._cursors.values()), window.base

@@ -1,4 +1,4 @@
-"""A data directory as verify and the repair read it: its logs, its checkpoint, named gaps; and its quarantine."""
+"""A data directory as verify and repair read it: logs, checkpoint and named gaps. And its quarantine."""
 
 import os
 import time
@@ -52,10 +52,10 @@ class DataDirectory:
             return 0, {}, {}
 
     def named_gaps(self, ring: str = "framed") -> list[SeqRange]:
-        """Return the ranges of seqs that may be missing, in order: named as dropped, or named as lost for good.
+        """Return the ranges of seqs that may be missing, in order: named as dropped, or as lost for good.
 
-        For the ring `framed` the WAL may lack them, for the ring `durable` a queue. A damaged line of dropped.log is
-        skipped.
+        Ranges of the ring `framed` may be missing in the WAL, and those of `durable` in a queue. A damaged line of
+        dropped.log is skipped.
         """
         if ring not in self._gaps:
             gaps = dropped.read(self.data, ring, skips_damaged=True)
@@ -74,12 +74,12 @@ def read_file(path: str, nbytes: int = -1) -> bytes:
 
 
 def read_text(path: str) -> str:
-    """Return the text of a file; a missing file reads as empty, bytes that are no UTF-8 are replaced."""
+    """Return the text of a file. A missing file reads as empty, and bytes that are not UTF-8 are replaced."""
     return read_file(path).decode(errors="replace")
 
 
 # --- quarantine ------------------------------------------------------------------------------------------------------
-# A repair deletes nothing. Bytes that cannot be healed, and files that belong nowhere here, go to `quarantine/`:
+# A repair deletes nothing. Bytes that cannot be healed, and files that do not belong here, go to `quarantine/`:
 #
 #     <segment>.<byte>           bytes of a segment, under its path with dots for slashes
 #     <path>.misplaced …         whole files
@@ -134,7 +134,7 @@ class Quarantine:
 
 
 def _free_name(path: str) -> str:
-    """Return `path`, or `path` with a number behind it if the file exists."""
+    """Return `path`, or if the file exists `path` with a number appended."""
     number, name = 1, path
     while os.path.exists(name):
         number, name = number + 1, f"{path}.{number + 1}"

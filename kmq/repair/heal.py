@@ -1,18 +1,20 @@
-"""Healing: each record is on disk twice, in the WAL and in its queue, byte for byte the same.
+"""Healing: restores each damaged record from its other copy. The WAL and the queue have the same bytes.
+
+Example: a flipped bit in the queue block with records 5-9 of topic a: the block is written again from the WAL.
 
 The order is: the list of deleted topics; id, lineage and format; misplaced segments; checkpoints and declarations; the
 WAL from the queues; the queues from the WAL. If both copies of a seq are whole but differ, both are kept.
 
-Bytes that cannot be healed go to `quarantine/<segment>.<byte>`, as they were found, and their records are named in
-`quarantine/log` by file, byte and seqs. In a queue each lost record leaves a bare newline, as compaction does, so every
-offset stays; in the WAL, where a record carries its seq, it leaves nothing. The alternative is to leave the block in
-place and have every reader refuse it for ever: consumers would stop before it, and a router that must replay it would
-never start. So the loss is reported once, by name, the bytes are kept, and the broker runs.
+Bytes that cannot be healed go unchanged to `quarantine/<segment>.<byte>`, and `quarantine/log` names their records by
+file, byte and seqs. In a queue each lost record leaves a bare newline, as in compaction, so every offset stays. In the
+WAL, where a record has its seq, nothing is left. The alternative was to leave the block in place, where every reader
+would refuse it for ever: consumers would stop before it, and a router that must replay it would never start. So the
+loss is reported once, by name, the bytes are kept, and the broker runs.
 
 Owner       The caller holds append/.owner and topics/.owner: the broker is down.
-Crash       The next repair continues with what is left; see rewriting.py and places.py. If both copies of a record
-            change, the queue is written before the WAL: the next repair finds a record with a mark where the WAL has
-            it without one, and writes the WAL.
+Crash       The next repair continues with the rest; see rewriting.py and places.py. If both copies of a record change,
+            the queue is written before the WAL. After a crash between the two, the next repair finds a record with a
+            mark in the queue and without one in the WAL, and writes the WAL.
 """
 
 import heapq
@@ -40,9 +42,10 @@ from kmq.repair.rewriting import Healed, Line, Patch, Rewriter, ranges
 from kmq.repair.scan import Candidates, Records, Scan, ScannedBlock, confirmed_lines
 
 # --- the WAL from the queues -----------------------------------------------------------------------------------------
-# A record is trusted if it lies in a block with a right crc, or if both copies are the same. So damaged parts of the WAL
-# are written again from the queues. Bytes that no index line covers (the index was lost) are compared with the queues,
-# record by record. If the queues lack the records, the bytes are kept as they are and reported as not confirmed.
+# A record is trusted if it lies in a block with a right crc, or if both copies are the same. So damaged parts of the
+# WAL are written again from the queues. Bytes that no index line covers (the index was lost) are compared with the
+# queues, record by record. If the queues lack the records, the bytes are kept as they are and reported as not
+# confirmed.
 
 
 class WalHealer:
@@ -50,7 +53,7 @@ class WalHealer:
 
     def __init__(self, directory: DataDirectory, rewriter: Rewriter) -> None:
         self.directory, self.rewriter, self.data = directory, rewriter, directory.data
-        self._unwitnessed: list[int] = []  # seqs of the current segment that nothing else confirms
+        self._unwitnessed: list[int] = []  # seqs of the current segment that no other copy or crc confirms
 
     def heal(self, known: int) -> None:
         """Rewrite each segment that is damaged or not indexed. `known`: the last seq in any other file."""
@@ -67,7 +70,7 @@ class WalHealer:
                 self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=self._unwitnessed)
 
     def _oldest(self) -> int:
-        """Return the first seq of a WAL of which nothing is left.
+        """Return the first seq of a WAL that has no readable record.
 
         That is 1, unless retention has deleted the first records of a queue.
         """
@@ -154,16 +157,16 @@ class WalHealer:
 
 
 def _last_in(scan: Scan, bad: list[ScannedBlock], last_seq: int, at_most: int) -> int:
-    """Return the last seq in a damaged end, as far as it can be read. `at_most`: of records that no crc confirms."""
+    """Return the last seq in a damaged end, as far as it is readable. `at_most`: bound for records no crc confirms."""
     evidence = Candidates(scan, bad, last_seq + 1, 1 << 62)
     return max([last_seq, *evidence.proven, *(seq for seq in evidence.doubtful if seq <= at_most)])
 
 
 # --- the queues from the WAL, which has been healed before -----------------------------------------------------------
-# Damaged parts of a queue are written again from the WAL: the records between the good ones on both sides. Offsets stay,
-# so each record that no copy has leaves a bare newline, as compaction does. Bytes that no index line covers are compared
-# with the WAL, record by record. If retention has deleted the WAL's copy, they are kept as they are and reported as not
-# confirmed.
+# Damaged parts of a queue are written again from the WAL: the records between the good ones on both sides. Offsets
+# stay, so each record without any copy leaves a bare newline, as in compaction. Bytes that no index line covers are
+# compared with the WAL, record by record. If retention has deleted the WAL's copy, they are kept as they are and
+# reported as not confirmed.
 
 
 class QueueHealer:
@@ -176,7 +179,7 @@ class QueueHealer:
         self.table = topics.table(self.data)
         self.topic = self.table.get(topic.encode()) or Topic(topic, 1, 1)
         self.wal_first, self.wal_end = reader.first_seq(self.data), reader.wal(self.data).end_offset() - 1
-        self.has_rest = self.wal_first <= self.topic.from_seq  # else retention may have deleted the records here, too
+        self.has_rest = self.wal_first <= self.topic.from_seq  # if not, retention may have deleted the records here too
         self.begins = deletions.Deleted.of(self.data).first_offset(topic, number)
 
     def heal(self) -> None:
@@ -184,7 +187,7 @@ class QueueHealer:
         row = self.directory.load_checkpoint()[1].get((self.topic.name, self.number))
         self._make_front(row)
         for at in range(len(self.rewriter.scans(self.log))):
-            scans = self.rewriter.scans(self.log)  # again: a healed segment tells where the next one begins
+            scans = self.rewriter.scans(self.log)  # scan again: a healed segment tells where the next one begins
             scans[at], unwitnessed = self._compared(scans[at])
             scan = scans[at]
             patches = self._patches(scans, at, row or EMPTY)
@@ -195,10 +198,7 @@ class QueueHealer:
                 self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=unwitnessed)
 
     def _make_front(self, row: PartitionState | None) -> None:
-        """Make an empty segment, to be filled, where the first segments are missing.
-
-        `row`: the queue in router.ckpt.
-        """
+        """Make an empty segment, to be filled, if the first segments are missing. `row`: the queue in router.ckpt."""
         segments = self.log.segments()
         start = row.start if row else self.begins if self.has_rest or not segments else segments[0][0]
         if not row and segments:
@@ -229,7 +229,7 @@ class QueueHealer:
         return scan._replace(blocks=blocks), unwitnessed
 
     def _patches(self, scans: list[Scan], at: int, row: PartitionState) -> list[Patch] | None:
-        """Return the parts of segment `at` that must be written again; None if it is not known with which records.
+        """Return the parts of segment `at` that must be written again; None if their records are unknown.
 
         `row`: the queue in router.ckpt.
         """
@@ -237,7 +237,7 @@ class QueueHealer:
         next_base = scans[at + 1].first if at + 1 < len(scans) else None
         last_seq = max([0, *(before.last_seq for before in scans[:at])])
         later = next(filter(None, (after.seq_from(0) for after in scans[at + 1 :])), 0)
-        offset: int | None = scan.first  # of the next record; None: not known
+        offset: int | None = scan.first  # of the next record; None: unknown
         bad: list[ScannedBlock] = []
         for number, block in enumerate([*scan.blocks, None]):
             if block is not None and not block.is_good:
@@ -268,20 +268,20 @@ class QueueHealer:
         return patches
 
     def _seq_before(self, first: int, row: PartitionState, bad: list[ScannedBlock]) -> int | None:
-        """Return the seq before the record at the offset `first`, with which the queue and `bad` begin.
+        """Return the seq before the record at offset `first`, where the queue and `bad` begin.
 
-        0: the WAL has no such record. None: it is not known whether it has.
+        0: the WAL has no such record. None: it is unknown whether it has one.
         """
         if self.has_rest:
             seqs = sorted(self._from_wal(self.topic.from_seq, self.wal_end))
             return next(iter(seqs[first - self.begins - 1 :]), 0)
         count = row.end_offset - first
-        if count == 0:  # a start had deleted all that the queue had
+        if count == 0:  # a start had deleted all records that the queue had
             return row.last_seq
         if count > 0:
             seqs = sorted(self._from_wal(self.wal_first, row.last_seq))
             return seqs[-count - 1] if count < len(seqs) else 0
-        seq = checkpoint.emptied_at(self._starts(), first)  # unless these records came before that start
+        seq = checkpoint.emptied_at(self._starts(), first)  # unless these records were older than that start
         lines = self._from_wal(max(seq + 1, self.wal_first), self.wal_end).values()
         crcs = accumulate(lines, lambda crc, line: zlib.crc32(line, crc), initial=0)
         return seq if bad and bad[0].entry is not None and bad[0].entry.crc in crcs else None
@@ -290,7 +290,7 @@ class QueueHealer:
     def _is_short(offset: int | None, next_base: int | None, last_seq: int, row: PartitionState) -> bool:
         """Return True if records are missing at the end of a segment that ends at `offset` and `last_seq`."""
         if next_base is None:
-            return row.last_seq > last_seq and row.end_offset > row.start  # else a start has deleted all that it had
+            return row.last_seq > last_seq and row.end_offset > row.start  # else a start has deleted all its records
         return offset is not None and next_base > offset
 
     def _lines(self, scan: Scan, patch: Patch) -> Iterator[Line]:
@@ -305,7 +305,7 @@ class QueueHealer:
             if patch.first_seq == 1 and scan.first and patch.records is not None:
                 seqs = seqs[max(0, len(seqs) - patch.records) :]  # retention deleted the records before
         elif patch.records is not None:
-            # The WAL may have more: records that retention deleted here, or of a bad end in the next segment.
+            # The WAL may have more: records that retention has deleted here, or of a bad end in the next segment.
             at_front = patch.first_seq == 1 and scan.first > 0
             before, behind = _bare_lines(scan, patch)  # the WAL also has what compaction removed on both sides
             if at_front or low > patch.first_seq:
@@ -331,9 +331,9 @@ class QueueHealer:
         return records
 
     def _with_holes(self, scan: Scan, patch: Patch, records: Records, doubtful: Records) -> Iterator[Line]:
-        """Yield the records of a patch, with None in the place of each that no copy has. `patch.records` is known.
+        """Yield the records of a patch, and None for each record without any copy. `patch.records` is known.
 
-        In a compacted topic a bare newline stays a bare newline, because it is no loss.
+        In a compacted topic a bare newline stays a bare newline, because it is not a loss.
         """
         compacted = b"\n" if topics.is_compacted(self.data, self.topic.name) else None
         candidates = {**doubtful, **records}
@@ -353,7 +353,7 @@ class QueueHealer:
         yield from slots
 
     def _end(self, patch: Patch, seqs: list[int], lines: Records) -> list[int]:
-        """Return the seqs that the end of a queue had: up to the crc of its index line, else up to the patch's last."""
+        """Return the seqs at the end of a queue: up to the crc of its index line, else up to the end of the patch."""
         entry = patch.blocks[-1].entry if patch.blocks else None
         crc, position = 0, patch.position
         for count, seq in enumerate(seqs if entry is not None else [], 1):
@@ -374,7 +374,7 @@ def _offset_by_index(scan: Scan, block: ScannedBlock) -> int | None:
 
 
 def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
-    """Return how many bare newlines lie right before a patch, and right behind it.
+    """Return the number of bare newlines directly before a patch, and directly after it.
 
     Compaction never removes the ends of a segment.
     """
@@ -389,16 +389,16 @@ def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
 
 
 # --- two records under one seq ---------------------------------------------------------------------------------------
-# That happens when a WAL has lost its end and its seqs were given out again (`checkpoint.agreed_end` refuses that today).
-# Both records may have been acknowledged, so both are kept. The record in the queue keeps its seq, because consumers may have
-# it and offsets must not change; it is written into the WAL under that seq. The record that the WAL had gets a new seq at
-# the end of the WAL, and the next start of the router brings it to its queue.
+# This happens when a WAL has lost its end and its seqs were assigned again (`checkpoint.agreed_end` refuses that
+# today). Both records may have been acknowledged, so both are kept. The record in the queue keeps its seq, because
+# consumers may have it and offsets must not change; it is written into the WAL under that seq. The record that the WAL
+# had gets a new seq at the end of the WAL, and the next start of the router brings it to its queue.
 #
 # If the WAL lacks most records of a queue under their seqs, the queue was never written from this WAL: its segments are
 # set aside, and the queue is rebuilt.
 #
-# Misplaced records lie in another queue than the topics in force give: a release that did not know the partitioner or the
-# growth of the topic has put them there. Offsets do not change here either:
+# A misplaced record lies in another queue than the one its topic gives. An older release that did not know the
+# partitioner or the growth of the topic put it there. Offsets do not change here either:
 #
 #     in no other queue      the record stays. In both copies its routing key gets a mark with that partition, so it
 #                            belongs there from now on
@@ -443,7 +443,7 @@ def _settle(rewriter: Rewriter, progress: Callable[[int], None]) -> bool:
 
 
 def _refuse_in_shard(data: str, found: list[Difference]) -> None:
-    """Raise CorruptError in a shard: a record that its leader did not number would stand where another one belongs."""
+    """Raise CorruptError in a shard: a record without a seq from the leader would stand in another record's place."""
     if os.path.exists(f"{data}/replica"):
         first = found[0]
         raise CorruptError(
@@ -471,7 +471,7 @@ def _keep_both(rewriter: Rewriter, differences: list[Difference]) -> None:
     for seq, _, topic, partition, _ in differences:
         queued = reader.partition(rewriter.data, topic, partition).find(seq, SEQ)
         logged = wal_log.find(seq, SEQ)
-        assert queued is not None  # the difference was read there
+        assert queued is not None  # it was read from there
         if logged is not None and _marked(logged.line, topic, partition) == queued.line:
             edits[logged.path].append((logged, queued.line + b"\n"))
         elif logged is None or not logged.line.startswith(b"%d|" % seq) or _is_in_its_queue(rewriter.data, logged.line):
@@ -485,9 +485,9 @@ def _keep_both(rewriter: Rewriter, differences: list[Difference]) -> None:
 
 
 def _keep_place(rewriter: Rewriter, differences: list[Difference]) -> tuple[set[int], set[int]]:
-    """Give each record of another queue a mark, unless its own queue has it too.
+    """Give each misplaced record a mark, unless its own queue has it too.
 
-    Return the seqs of those, and of the records that have a copy of their own now.
+    Return the seqs of these exceptions, and of the records that now have a copy of their own.
     """
     wal_log, table = reader.wal(rewriter.data), topics.table(rewriter.data)
     queue_edits, wal_edits = _Edits(list), _Edits(list)
@@ -507,7 +507,7 @@ def _keep_place(rewriter: Rewriter, differences: list[Difference]) -> tuple[set[
             wal_edits[logged.path].append((logged, line + b"\n"))
             placed[at].append(seq)
             kept.add(seq)
-    _edit(rewriter, queue_edits)  # before the WAL: see the module
+    _edit(rewriter, queue_edits)  # before the WAL: see the head of the module
     _edit(rewriter, wal_edits)
     for at, seqs in placed.items():
         what = f"{len(seqs)} records belonged to another partition: they stay, and their routing keys say so now"
@@ -518,7 +518,7 @@ def _keep_place(rewriter: Rewriter, differences: list[Difference]) -> tuple[set[
 
 
 def _remove_doubles(rewriter: Rewriter, at: At, doubled: list[Difference]) -> set[int]:
-    """Remove records from a queue that is not theirs; return those that are records of their own now."""
+    """Remove misplaced records from a queue; return the seqs of those that became records of their own."""
     log = reader.partition(rewriter.data, *at)
     offsets, end = {each.offset for each in doubled}, log.end_offset()
     while end - 1 in offsets:
@@ -540,7 +540,7 @@ def _remove_doubles(rewriter: Rewriter, at: At, doubled: list[Difference]) -> se
 
 
 def _send_again(rewriter: Rewriter, lost: list[Difference], copied: set[int]) -> None:
-    """Append records that no queue has to the WAL, under new seqs. `copied`: that was done already."""
+    """Append records that no queue has to the WAL, under new seqs. `copied`: seqs that have been appended before."""
     by_queue: defaultdict[At, list[int]] = defaultdict(list)
     lines = []
     for seq, _, topic, partition, _ in lost:
@@ -591,12 +591,12 @@ def _append(rewriter: Rewriter, lines: list[bytes]) -> list[bytes]:
 
 
 def _new_line(new: Records, scan: Scan, patch: Patch) -> Iterator[Line]:
-    """Yield what stands for a patch of one record."""
+    """Yield the new content of a patch of one record."""
     yield Line(patch.first_seq, new[patch.first_seq])
 
 
 def _place(table: routing.Table, line: bytes) -> At | None:
-    """Return the queue in which a stored line belongs; None if in none."""
+    """Return the queue that a stored line belongs to; None if there is none."""
     seq = record.seq_of(line)
     route = routing.resolve(table, record.routing_key_of(line), seq)
     topic = table.get(route.topic)
@@ -604,7 +604,7 @@ def _place(table: routing.Table, line: bytes) -> At | None:
 
 
 def _marked(line: bytes, topic: str, partition: int) -> bytes:
-    """Return a stored line with a routing key that leads to this partition, whatever its key is."""
+    """Return a stored line with a routing key that leads to this partition, whatever its key."""
     fields = record.fields(line)
     key = routing.key_behind(topic.encode(), fields.routing_key)
     mark = b"%b.@%d" % (topic.encode(), partition) + (b"" if key is None else b"." + key)
@@ -615,7 +615,7 @@ def _marked(line: bytes, topic: str, partition: int) -> bytes:
 
 
 def repair(data: str, progress: Callable[[int], None] = lambda _: None, ring_bytes: int = RING_BYTES) -> list[Healed]:
-    """Heal a data directory; return what was done, file by file. `ring_bytes`: RB_BYTES of its broker."""
+    """Heal a data directory; return the report, file by file. `ring_bytes`: RB_BYTES of its broker."""
     directory, rewriter = DataDirectory(data), Rewriter(data, progress, ring_bytes)
     small_files.heal_deletions(rewriter)
     small_files.heal_identity(directory, rewriter)

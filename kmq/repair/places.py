@@ -1,12 +1,11 @@
-"""Moves misplaced segments: swapped, copied over one another, of another topic or broker, or of unknown origin.
+"""Places: moves misplaced segments: swapped, copied over one another, of another topic or broker, or of unknown origin.
 
-A restore by hand causes that. A segment is identified by the index that describes it (crcs that match its blocks), and
-that index by its label, or, in format 1, by its place. So for each log file its index is found, wherever that is now,
-and both move to the place that the label names. If that place has the right segment already, or the segment is of
-another lineage, the segment is set aside in quarantine/, whole and under its old name. A log file that no index
-describes stays if its records may belong there, and is compared with the other copy later; otherwise it is set aside
-too. A place that has lost its file gets an empty file, which is then filled from the other copy.
-
+A restore by hand causes that. A log file is identified by the index whose crcs match its blocks, wherever that index is
+now. The index is identified by its label, or in format 1 by its place. Both files move to the place that the label
+names. If that place has the right segment already, or the segment is of another lineage, the segment is set aside in
+quarantine/, whole and under its old name. A log file without a matching index stays if its records may belong there,
+and is compared with the other copy later. Otherwise it is set aside too. A place that has lost its file gets an empty
+file, which is then filled from the other copy.
 Crash       Everything that moves goes to quarantine/moving/ first, under the name of its target, and from there to its
             place. A repair begins by finishing what a crash left there.
 """
@@ -38,8 +37,8 @@ class _LogFile(NamedTuple):
     """A log file, and where it belongs."""
 
     path: str
-    described_by: str  # the index whose crcs match it; "": none does
-    target: str  # the path where it belongs; "": nowhere here, or unknown
+    described_by: str  # the index whose crcs match it; "": there is none
+    target: str  # the path where it belongs; "": outside this directory, or unknown
 
     @property
     def is_right(self) -> bool:
@@ -111,7 +110,7 @@ class SegmentLocator:
         return next((index for index in candidates if _describes(index, path)), "")
 
     def _by_records(self, file: _LogFile, files: list[_LogFile]) -> _LogFile:
-        """Place a log that no index describes by its records; they are compared with the other copy later."""
+        """Place a log without a matching index by its records; they are compared with the other copy later."""
         if file.described_by:
             return file
         place = place_of(file.path)
@@ -121,7 +120,7 @@ class SegmentLocator:
             return file._replace(target=self._wal_target(file.path, place[2], seq or place[2], files))
         if seq < 0 or not self._is_a_place(file.path):
             return file._replace(target="")
-        # If no index describes several logs of one partition, their records at least give the order.
+        # If several logs of one partition have no matching index, at least their records give the order.
         directory = os.path.dirname(file.path)
         lost = [other.path for other in files if os.path.dirname(other.path) == directory and not other.described_by]
         places = sorted(path for path in lost if self._first_seq(path) > 0)
@@ -136,7 +135,7 @@ class SegmentLocator:
         return target if target != path and any(file.path == target for file in files) else ""
 
     def _first_seq(self, path: str) -> int:
-        """Return the seq of the first record; 0: none can be read, -1: it belongs to another queue."""
+        """Return the seq of the first record; 0: no record can be read, -1: it belongs to another queue."""
         with SegmentReader(path, int(os.path.basename(path)[:20]), _by_seq(path), sealed=False, trust=True) as opened:
             opened.index.label = b""  # this index describes another file
             first = opened.first_record()
@@ -144,7 +143,7 @@ class SegmentLocator:
             return -1 if is_elsewhere else first.seq if first else 0
 
     def _place_by(self, index: str) -> str:
-        """Return the place of the log that `index` describes; "" if it belongs nowhere here."""
+        """Return the place of the log that `index` describes; "" if it belongs to no place here."""
         log = index.removesuffix(".idx") + ".log"
         place = place_of(log)
         assert place is not None
@@ -239,7 +238,7 @@ class SegmentLocator:
         return is_known or (bool(entries) and _end_offset(before[-1], entries[-1]) == base)
 
     def _recorded(self, topic: str, number: int) -> int:
-        """Return the highest offset with which a record has let a partition begin: it had that many records."""
+        """Return the highest offset at which a recorded start let a partition begin: it had that many records."""
         mine = (starts for at, starts in self._starts.items() if (at[0], at[2]) == (topic, number))
         return max(map(checkpoint.highest, mine), default=0)
 

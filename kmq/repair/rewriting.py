@@ -1,4 +1,4 @@
-"""Rewrites segments, and collects the report of what was done.
+"""Rewriting: writes healed segments, and collects the report of what was done, for example `Healed(path, what, lost)`.
 
 Crash       Each file is written beside the old one, synced, and renamed, the index before its log. So after a crash the
             next repair finds the rest of the damage again and heals it the same way.
@@ -33,10 +33,10 @@ class Patch(NamedTuple):
     position: int  # of the bytes to be replaced
     end: int
     first_seq: int  # no record that belongs there has a lower seq
-    last_seq: int  # nor a higher one
+    last_seq: int  # no record that belongs there has a higher seq
     blocks: list[ScannedBlock]  # the blocks that are there now
-    offset: int | None = None  # of the first record, in a queue; None: not known
-    records: int | None = None  # how many records belong there, in a queue; None: not known
+    offset: int | None = None  # of the first record, in a queue; None: unknown
+    records: int | None = None  # how many records belong there, in a queue; None: unknown
     is_end: bool = False  # True: the end of a queue, nothing follows
 
 
@@ -51,7 +51,7 @@ Lines = Callable[[Scan, Patch], Iterator[Line]]
 
 
 class Rewriter:
-    """The segments of a data directory under repair: scanned, rewritten, and what was done to them."""
+    """The segments of a data directory under repair: their scans, their rewriting, and the report."""
 
     def __init__(self, data: str, progress: Callable[[int], None], ring_bytes: int) -> None:
         self.data, self._progress, self._ring_bytes = data, progress, ring_bytes
@@ -119,10 +119,10 @@ class Rewriter:
                     else:
                         lost_here.append(seq)
                         if not scan.by_seq:
-                            new.write(b"\n")  # so that the offsets behind it stay
+                            new.write(b"\n")  # so that the offsets after it stay
                 if lost_here:
                     lost += self._give_up(scan, patch, lost_here)
-                elif new.tell() == begin and patch.end > patch.position:  # nothing stands for these bytes
+                elif new.tell() == begin and patch.end > patch.position:  # no record replaces these bytes
                     self.quarantine.keep(scan.path, patch.position, patch.end)
                 copied = patch.end
             _copy(old, new, copied, max(copied, scan.size - scan.torn))

@@ -1,7 +1,7 @@
-"""Scans one segment, byte by byte: blocks that match their index line, blocks that do not, and uncovered bytes.
+"""Scan: checks one segment byte by byte. It finds blocks that match their index line, bad blocks, and uncovered bytes.
 
-Also the records that can still be trusted in bytes that differ from their index, or that no index covers. Read-only.
-`kmq verify` reports the result, and `kmq verify --repair` starts from it.
+It also finds the records that can still be trusted in bad blocks and uncovered bytes. Read-only. `kmq verify` reports
+the result, and `kmq verify --repair` starts from it.
 """
 
 import os
@@ -59,7 +59,7 @@ class Scan(NamedTuple):
     wrong: list[tuple[int, str]]  # (byte, what) of each wrong line of its index
     torn: int = 0  # bytes of a torn end
     unindexed: int = 0  # good bytes that the index does not cover
-    misplaced: str = ""  # why it belongs in another place; "": it does not
+    misplaced: str = ""  # why it belongs to another place; "": it does not
 
     @property
     def last_seq(self) -> int:
@@ -103,7 +103,7 @@ def scan_segment(
                 wrong.append((byte, fault))
             end = block.end
             progress(block.end - block.position)
-        # The next start of durability refuses a longer end, the router cuts any (partition_recovery.py).
+        # Durability's next start refuses a longer torn end; the router cuts any (partition_recovery.py).
         may_be_torn = wal.torn_bytes(ring_bytes) if by_seq else segment.size
         return _uncovered(segment, end, scan, progress, may_be_torn)
 
@@ -128,7 +128,7 @@ def _entries(segment: SegmentReader) -> tuple[list[tuple[int, IndexEntry]], list
         else:
             wrong.append((byte, "does not follow from the line before it"))
         byte += len(line) + 1
-    if text[byte:].strip(b"0123456789.|"):  # digits only: a line that is being written, or that a kill has torn
+    if text[byte:].strip(b"0123456789.|"):  # digits only: the line is being written, or a kill has torn it
         wrong.append((byte, "not an index line"))
     return kept, wrong
 
@@ -205,7 +205,7 @@ def _covered_block(segment: SegmentReader, entry: IndexEntry, following: IndexEn
     if zlib.crc32(data) != entry.crc or len(data) < end - entry.position:
         return ScannedBlock.bad(entry.position, end, _mismatch(data, entry.position), entry), ""
     bad = bad_line(data)
-    if bad is not None:  # the crc matches, so it was written that way
+    if bad is not None:  # the crc matches, so it was written like that
         what = f"byte {entry.position + bad}: not a stored line in order of seq"
         return ScannedBlock.bad(entry.position, end, what, entry), ""
     fault = segment.fault(entry, data, following.offset if following else 0)
@@ -261,7 +261,7 @@ class Candidates:
     """The records of some blocks of a segment, by how well they are confirmed.
 
     proven      the crc of the block confirms them, after one flipped bit in block or index line is corrected
-    unindexed   they look like records, and no index line covers them: nothing confirms or contradicts them
+    unindexed   they look like records, and no index line covers them, so no crc confirms or refutes them
     doubtful    they look like records, but the crc of their block does not match
     """
 
@@ -282,7 +282,7 @@ class Candidates:
 
     @property
     def unsure(self) -> Records:
-        """Return the records that nothing confirms yet: they are good if the other copy is the same."""
+        """Return the records that no crc confirms. They are good if the other copy is the same."""
         return self.doubtful | self.unindexed
 
 
@@ -348,18 +348,18 @@ class Finding(NamedTuple):
     path: str  # under the data directory
     byte: int  # where the damage begins
     first_seq: int  # of the records concerned; 0: it concerns no record
-    last_seq: int  # 0: it is not known, because what follows is damaged too
+    last_seq: int  # 0: unknown, because the bytes after it are damaged too
     what: str
     is_damage: bool = True  # False: a note, harmless
 
     @classmethod
     def of_file(cls, path: str, what: str, byte: int = 0, is_damage: bool = True) -> "Finding":
-        """Return a finding that concerns a file and no record of its own."""
+        """Return a finding about a file and not about records."""
         return cls(path, byte, 0, 0, what, is_damage)
 
     @classmethod
     def of_records(cls, path: str, what: str, seqs: tuple[int, int], byte: int = 0) -> "Finding":
-        """Return a finding that concerns the records with these seqs (first, last)."""
+        """Return a finding about the records with these seqs (first, last)."""
         return cls(path, byte, *seqs, what)
 
     def __str__(self) -> str:

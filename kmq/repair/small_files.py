@@ -1,4 +1,4 @@
-"""The small files: id, lineage, format, topic.toml, checkpoints, deletions, dropped.log. What is wrong, and healing.
+"""Small files: id, lineage, format, topic.toml, checkpoints, deletions, dropped.log. Finds damage in them and heals it.
 
 Each is healed from the other files.
 """
@@ -94,7 +94,7 @@ def _of_topics(directory: DataDirectory) -> Iterator[Finding]:
 
 
 def label_lineages(directory: DataDirectory) -> Counter[str]:
-    """Count the indexes by the lineage in their first line; "": an index that is not empty but names none."""
+    """Count the indexes by the lineage in their first line; "": an index that is not empty but has no lineage."""
     counts: Counter[str] = Counter()
     for log in directory.logs():
         for _, path in log.segments():
@@ -106,7 +106,7 @@ def label_lineages(directory: DataDirectory) -> Counter[str]:
 
 
 def damaged_ranges(directory: DataDirectory) -> list[tuple[int, bytes]]:
-    """Return (byte, line) of each line of dropped.log that is no range; a torn last line is harmless."""
+    """Return (byte, line) of each line of dropped.log that is not a range. A torn last line is harmless."""
     return [(byte, line) for byte, line in dropped.lines(directory.data) if not dropped.is_range(line)]
 
 
@@ -114,7 +114,7 @@ def damaged_ranges(directory: DataDirectory) -> list[tuple[int, bytes]]:
 
 
 def heal_identity(directory: DataDirectory, rewriter: Rewriter) -> None:
-    """Heal id, lineage and format. Call it before the segments: they say which segments belong here."""
+    """Heal id, lineage and format. Call it before healing segments: these files say which segments belong here."""
     data = directory.data
     if not ID.fullmatch(read_text(f"{data}/id")):
         replace_file(f"{data}/id", os.urandom(16).hex().encode() + b"\n")
@@ -134,9 +134,9 @@ def heal_identity(directory: DataDirectory, rewriter: Rewriter) -> None:
 
 
 def heal_deletions(rewriter: Rewriter) -> None:
-    """Heal one of the two files from the other.
+    """Heal one of the two copies from the other.
 
-    Call it before anything else, because the files say which records belong to no queue.
+    Call it before anything else, because they say which records belong to no queue.
     """
     damaged = deletions.faults(rewriter.data)
     try:
@@ -173,7 +173,7 @@ def heal(directory: DataDirectory, rewriter: Rewriter) -> None:
 
 
 def _version(data: str) -> int:
-    """Return the version that `format` needs for what the other files say."""
+    """Return the version that `format` needs, as the other files show."""
     if checkpoint.recorded_starts(data):
         return identity.FORMAT
     is_rerouted = any(topic.is_rerouted for topic in checkpoint.next_table(data).values())
@@ -188,7 +188,7 @@ def _set_aside(rewriter: Rewriter, name: str, what: str) -> None:
 def _move_away(rewriter: Rewriter, name: str) -> None:
     """Set aside a directory that cannot be a topic.
 
-    If it was one under a damaged name, the queue is rebuilt from the WAL under the right name.
+    If its name was damaged, the queue is rebuilt from the WAL under the right name.
     """
     rewriter.quarantine.set_aside(f"{rewriter.data}/topics/{name}", f"{name}.misnamed")
     rewriter.report(f"{rewriter.data}/topics/{topics.printable(name)}", f"set aside in {QUARANTINE}/")
@@ -203,7 +203,7 @@ def _topic(rewriter: Rewriter, name: str, known: Since | None, had: int) -> None
     text = read_text(path)
     partitions = max(1, had, sum(entry.isdigit() for entry in os.listdir(f"{rewriter.data}/topics/{name}")))
     declared = topics.read(rewriter.data, name)
-    if declared.grown:  # its crc was right
+    if declared.grown:  # its crc is right
         partitions = max(partitions, declared.partitions)
     for number in range(partitions):
         os.makedirs(f"{rewriter.data}/topics/{name}/{number}", exist_ok=True)
@@ -224,7 +224,7 @@ def _topic(rewriter: Rewriter, name: str, known: Since | None, had: int) -> None
 
 
 def _partitioner_of(data: str, name: str, text: str, partitions: int, grown: Growth) -> Partitioner:
-    """Return what the file says, else the partitioner that explains where most of the first records are."""
+    """Return the partitioner from the file, else the one that explains where most of the first records are."""
     stated = re.search(r'(?m)^partitioner = "(\w+)"\n', text)
     if stated and stated[1] in PARTITIONERS:
         return PARTITIONERS[stated[1]]
@@ -295,7 +295,7 @@ def _is_gap(logs: list[reader.LogReader], first: int, last: int) -> bool:
 
 
 def _growth(text: str, partitions: int, known: Growth) -> Growth:
-    """Return how a topic has grown: as its file says, unless that contradicts `known`, of the checkpoint."""
+    """Return how a topic has grown: as its file says, unless that contradicts the checkpoint (`known`)."""
     line = re.search(r'(?m)^grown = "(.+)"$', text)
     try:
         found = topics.decode_growth(line[1]) if line else ()
@@ -306,7 +306,7 @@ def _growth(text: str, partitions: int, known: Growth) -> Growth:
 
 
 def _lineage(stated: str, own_id: str, labels: Counter[str]) -> str:
-    """Return the lineage: the file's, unless it is no valid name, or the indexes and the id contradict it."""
+    """Return the lineage: the file's, unless its name is invalid, or the indexes and the id contradict it."""
     named = [name for name, _ in labels.most_common() if name]
     is_name = ID.fullmatch(f"{stated}\n") is not None
     if is_name and (stated == own_id or not named or stated in named):

@@ -1,12 +1,12 @@
-"""Checks that everything on disk is as it was written: the findings of `kmq verify`, from which `--repair` starts.
+"""Verify: checks that all bytes on disk are as written. Yields the findings of `kmq verify`, on which `--repair` works.
 
-Every segment of the WAL and of the queues is read block by block. Checked are the place of the segment, the crc and the
-index line of each block, the syntax of its lines, its seqs (dense in the WAL except for named gaps, rising in a queue),
-and the offsets from segment to segment. The end of the WAL is compared with the last seqs in queues and checkpoints.
-Then the two copies of each record are compared, and the small files are checked.
+Every segment of the WAL and of the queues is read block by block. Verify checks the place of the segment, the crc and
+the index line of each block, the syntax of its lines, its seqs (dense in the WAL except for named gaps, rising in a
+queue), and the offsets from segment to segment. It compares the end of the WAL with the last seqs in queues and
+checkpoints, and the two copies of each record. Then it checks the small files.
 
 Invariant   Verify never writes.
-Live        On a live directory an index that lags behind and a torn end are no findings: both are being written.
+Live        On a live directory an incomplete index and a torn end are not reported: both are being written.
 """
 
 import json
@@ -47,7 +47,7 @@ class Verifier:
         ends: dict[At, int] = {}  # the last seq of each queue
         damaged: set[At] = set()
         routed, rows, _ = directory.load_checkpoint()
-        for at in directory.queues():  # before the WAL, which is ahead of them
+        for at in directory.queues():  # before the WAL, which is always ahead of the queues
             if only and at[0] not in only:
                 continue
             ends[at] = 0
@@ -73,7 +73,7 @@ class Verifier:
         """Yield each segment with its findings."""
         segments = log.segments()
         last_seq = 0  # of the segments before
-        next_offset: int | None = None  # where the next segment of a queue must begin; None: not known
+        next_offset: int | None = None  # where the next segment of a queue must begin; None: unknown
         for number, (first, path) in enumerate(segments):
             sealed = number + 1 < len(segments)
             try:
@@ -155,7 +155,7 @@ class Verifier:
         current = self._directory.load_checkpoint()[1].keys()  # a topic may have been deleted meanwhile
         for (topic, number), row in rows.items():
             last_seq = ends.get((topic, number), 0)
-            is_empty = row.start == row.end_offset  # a start has deleted all that it had
+            is_empty = row.start == row.end_offset  # a start has deleted all records that it had
             if (topic, number) in current and not is_empty and last_seq < row.last_seq:
                 what = "cut off or missing: router.ckpt has had it"
                 yield Finding.of_records(f"topics/{topic}/{number}", what, (last_seq + 1, row.last_seq))
@@ -183,7 +183,7 @@ class Verifier:
 
 
 class Checked(NamedTuple):
-    """What a check has left: the exit code, how many places are damaged, and whether it has looked at everything."""
+    """The result of a check: the exit code, the number of damaged places, and whether everything was checked."""
 
     code: int
     damage: int
@@ -195,14 +195,14 @@ def run(
 ) -> Checked:
     """Check everything, or only some topics; heal if asked to, and print the findings.
 
-    The code is 0 if all is good, 1 if not, 65 if something cannot be healed.
+    The exit code is 0 if all is good, 1 if not, 65 if something cannot be healed.
     """
     unknown = set(only) - {"append", *topics.names(data)}
     if unknown:
         raise topics.unknown(min(unknown), topics.names(data))
     if heal and only:
         raise ConfigError("--repair: takes no topics, because it heals each copy from the other; leave them out")
-    if identity.is_unknown(data):  # by other rules good records are damage, and a repair would lead them elsewhere
+    if identity.is_unknown(data):  # by other rules good records look damaged, and a repair would move them
         text, what = identity.read(data, "format"), "repair" if heal else "check"
         raise ConfigError(f"{data}/format: {text!r} is of another release; {what} it with that release")
     if heal:
@@ -212,7 +212,7 @@ def run(
 
 
 def _look(data: str, only: list[str], as_json: bool, progress: Callable[[int], None], ring_bytes: int) -> int:
-    """Print the findings; return how many are damage."""
+    """Print the findings; return how many of them are damage."""
     is_live = any(FileLock(f"{data}/{name}/.owner").is_held() for name in ("append", "topics"))
     count = 0
     for finding in Verifier(data, is_live, progress, ring_bytes).findings(only):

@@ -1,1 +1,1 @@
-"""A broker's part in a shard: who it is, what it has promised, and who leads. Only where KMQ_SHARD is set."""
+"""Replica: the part that one broker plays in a shard, as leader or follower. Used only if KMQ_SHARD is set."""

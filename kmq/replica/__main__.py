@@ -19,11 +19,11 @@ from kmq.errors import EXIT_OK, ConfigError, KmqError, exit_code_of, pip_install
 from kmq.links.ownership import FileLock, describe
 from kmq.logfmt import Logger
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 
 
 def _keep_heap() -> None:
-    """Keep 4 MiB of free heap between two blocks: glibc would give it back after each, and fault it in for the next."""
+    """Keep 4 MiB of free heap between two blocks. glibc would return it after each, and fault it in for the next."""
     with contextlib.suppress(AttributeError):  # another libc
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 8 << 20)

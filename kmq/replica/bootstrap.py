@@ -1,19 +1,21 @@
-"""Bootstrap: a follower that the leader's WAL cannot serve gets the leader's files, as a backup over the wire.
+"""Bootstrap: copies the leader's files to a follower that the leader's WAL cannot serve, like a backup over the wire.
 
-    follower    !gone came: the directory is empty, or its end lies before the leader's WAL    → !files got=0
+    follower    got !gone, because its directory is empty or ends before the leader's WAL       → !files got=0
     leader      links its files into bootstrap-<replica id>/, and sends them in pieces          ← !piece name=…
-    follower    writes them into bootstrap/, syncs, puts them in place, and fetches what comes after
+    follower    writes them into bootstrap/, syncs, puts them in place, and fetches the later records
 
-Consistent  The linked files are a state as kill -9 leaves it, which every start can go on with: the files that say how
-            far others are (router.ckpt, producers.ckpt) first, then the queues, the WAL last; of each log the index
-            first. All names and inodes are compared afterwards: if retention, a roll, compaction or a checkpoint came
-            between, it is done again. A file that grows is sent up to the length that it had then.
-Owner       the process `replica` of either side. The leader's links keep what retention deletes until they are sent.
-Invariant   Only an empty directory, or one of the same lineage, is ever replaced. It is touched only after all that came
-            is on disk, and while the stages are let go. `id`, `replica`, `register` and the locks are never replaced.
-Crash       Without bootstrap/whole the directory is as it was, and the next start removes what came. With it the next
-            start finishes the replacement, before anything else looks at the directory. `settle` is both.
-Memory      WINDOW pieces of wire.PIECE_BYTES. The follower's disk holds the old and the new files at once.
+Consistent  The linked files are in a state as after kill -9, from which every start can continue. The files that tell
+            how far others are (router.ckpt, producers.ckpt) are linked first, then the queues, the WAL last; of each
+            log the index first. All names and inodes are compared afterwards. If retention, a roll, compaction or a
+            checkpoint changed one, the leader links again. A growing file is sent up to the length that it had then.
+Owner       The process `replica` of either side. The leader's links keep files that retention deletes until they are
+            sent.
+Invariant   Only an empty directory, or one of the same lineage, is ever replaced. It is changed only once all pieces
+            are on disk, and while the stages hold nothing. `id`, `replica`, `register` and the locks are never
+            replaced.
+Crash       Without bootstrap/whole the directory is unchanged, and the next start removes the pieces. With it the next
+            start finishes the replacement before anything else reads the directory. `settle` does both.
+Memory      WINDOW pieces of wire.PIECE_BYTES. The follower's disk has the old and the new files at the same time.
 """
 
 import asyncio
@@ -32,22 +34,22 @@ from kmq.replica.wire import PIECE_BYTES, FilesText, Link, PieceText, RefusedTex
 
 T = TypeVar("T")
 
-WINDOW = 8  # pieces on their way
-_SILENT_S = 60.0  # without a sign of the follower, which may be syncing; its links are removed then
-_TRIES = 50  # to link files of one moment
+WINDOW = 8  # pieces in flight
+_SILENT_S = 60.0  # longest silence of the follower, which may be syncing; then its links are removed
+_TRIES = 50  # attempts to link files of one moment
 
-# What a replica has of its own (id, replica, register, cut/, cluster/, locks, tokens) is in neither list.
+# A replica's own files (id, replica, register, cut/, cluster/, locks, tokens) are in neither list.
 _FILES = ("router.ckpt", "producers.ckpt", "format", "committed", "deletions", "dropped.log", "quarantine/log")
-_LOGS = ("topics", "append")  # in this order: the WAL has all that any other file knows of
+_LOGS = ("topics", "append")  # in this order: the WAL has every record that another file refers to
 _OF_TOPICS = (
     r"topics/(?:\.deletions|[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/(?:topic\.toml|\d{1,4}/\d{20}\.(?:idx|log|log\.kept)))"
 )
 _KNOWN = re.compile(f"{'|'.join(map(re.escape, _FILES))}|{_OF_TOPICS}" r"|append/\d{20}\.(?:idx|log|log\.kept)")
-_CHANGES = ("committed",)  # replaced each second; any state of it will do
+_CHANGES = ("committed",)  # replaced each second; any version of it is good
 
 
 async def in_thread(do: Callable[..., T], *arguments: object) -> T:
-    """Run it in a thread, and wait for its end also when cancelled: nobody may touch its files meanwhile."""
+    """Run a function in a thread. If cancelled, still wait for its end: nobody may touch its files meanwhile."""
     task = asyncio.ensure_future(asyncio.to_thread(do, *arguments))
     try:
         return await asyncio.shield(task)
@@ -60,14 +62,14 @@ async def in_thread(do: Callable[..., T], *arguments: object) -> T:
 
 
 class LinkedFile(NamedTuple):
-    """A file, and how much of it is sent."""
+    """A file, and how many of its bytes are sent."""
 
     name: str
     size: int
 
 
 def link_files(data: str, place: str) -> list[LinkedFile]:
-    """Link the files of one moment into the directory `place`, and return them. Raises RetryError if they never rest."""
+    """Link the files of one moment into directory `place`, and return them. Raises RetryError if they keep changing."""
     for _ in range(_TRIES):
         shutil.rmtree(place, ignore_errors=True)
         os.mkdir(place)
@@ -76,7 +78,7 @@ def link_files(data: str, place: str) -> list[LinkedFile]:
             found = [_link(data, place, name) for name in before]
             if _survey(data) == before:
                 return found
-        except FileNotFoundError:  # of a file that was there just now
+        except FileNotFoundError:  # a file was removed meanwhile
             continue
     raise RetryError(f"KMQ_DATA={data!r}: its files changed {_TRIES} times while they were linked")
 
@@ -113,7 +115,7 @@ def _read(place: str, name: str, offset: int, length: int, left: int) -> PieceTe
 
 
 async def send_files(link: Link, data: str) -> int:
-    """Send the files of the leader's directory to a follower that has asked for them; return how many bytes they have."""
+    """Send the leader's files to a follower that has asked for them; return how many bytes they have."""
     place = f"{data}/bootstrap-{link.peer.replica}"
     try:
         files = await in_thread(link_files, data, place)
@@ -137,7 +139,7 @@ async def send_files(link: Link, data: str) -> int:
 
 
 class Incoming:
-    """The directory bootstrap/, which the pieces fill."""
+    """The directory bootstrap/, filled piece by piece."""
 
     def __init__(self, data: str) -> None:
         self.path = f"{data}/bootstrap"
@@ -147,7 +149,7 @@ class Incoming:
         os.mkdir(self.path)
 
     def take(self, piece: PieceText) -> None:
-        """Write a piece. Raises WireError if it is of no file that a bootstrap has, or does not follow the last one."""
+        """Write a piece. Raises WireError if a bootstrap has no such file, or the piece is out of order."""
         path = f"{self.path}/{piece.name}"
         if not _KNOWN.fullmatch(piece.name):
             raise WireError(f"{piece.name}: is no file that a bootstrap brings")
@@ -164,14 +166,14 @@ class Incoming:
         self.nbytes += len(piece.content)
 
     def close(self) -> None:
-        """End the last file: it is on disk."""
+        """Sync and close the last file."""
         if self._file is not None:
             self._file.sync()
             self._file.close()
             self._file = None
 
     def finish(self) -> None:
-        """Say that all has come, once it is on disk. Raises WireError if that is no data directory."""
+        """Mark the bootstrap as whole, once all of it is on disk. Raises WireError if it is no data directory."""
         self.close()
         if identity.version(self.path) is None or not segment.listing(f"{self.path}/append"):
             raise WireError("the leader's files came without `format` or without a WAL")
@@ -182,9 +184,9 @@ class Incoming:
 
 
 async def receive_files(link: Link, data: str, lineage: str) -> int:
-    """Receive the leader's files into bootstrap/; `settle` puts them in place. Return how many bytes came.
+    """Receive the leader's files into bootstrap/, and return how many bytes arrived. `settle` puts them in place.
 
-    `lineage`: of the shard. Raises CorruptError for a directory that is no replica of it, WireError, OSError.
+    `lineage`: of the shard. Raises CorruptError if the directory is no replica of that lineage, WireError, OSError.
     """
     if identity.lineage(data) != lineage:
         raise CorruptError(f"KMQ_DATA={data!r}: is of another lineage than the shard's {lineage}: it is never replaced")
@@ -206,13 +208,13 @@ async def receive_files(link: Link, data: str, lineage: str) -> int:
         await in_thread(incoming.finish)
         link.send(FilesText(got))
         return incoming.nbytes
-    except BaseException:  # what came would fill the disk for nothing
+    except BaseException:  # the pieces would fill the disk for nothing
         await in_thread(shutil.rmtree, incoming.path, True)
         raise
 
 
 def _entries(root: str) -> Iterator[str]:
-    """Yield what is replaced as a whole: files, topics, and segments with their indexes."""
+    """Yield the entries that are replaced as a whole: files, topics, and segments with their indexes."""
     for name in _FILES:
         if os.path.lexists(f"{root}/{name}"):
             yield name
@@ -222,9 +224,10 @@ def _entries(root: str) -> Iterator[str]:
 
 
 def settle(data: str) -> bool:
-    """Put a bootstrap that is whole in place, and remove what is left of others. Return True if one was put in place.
+    """Put a whole bootstrap in place, and remove incomplete ones. Return True if one was put in place.
 
-    The stages are let go. Again after a crash: what bootstrap/whole names and bootstrap/ lacks is in place already.
+    Call it while the stages hold nothing. It can be repeated after a crash: entries that bootstrap/whole names and
+    bootstrap/ lacks are in place already.
     """
     coming, is_whole = f"{data}/bootstrap", os.path.exists(f"{data}/bootstrap/whole")
     if is_whole:
@@ -239,7 +242,7 @@ def settle(data: str) -> bool:
                 make_directory(os.path.dirname(f"{data}/{name}"))
                 os.rename(f"{coming}/{name}", f"{data}/{name}")
         for link in (f"{data}/{name}" for name in os.listdir(data)):
-            if os.path.islink(link):  # of topics: the router makes those that it needs
+            if os.path.islink(link):  # a symlink of a topic; the router makes those that it needs
                 os.unlink(link)
         point_symlink(f"{data}/append.log", f"append/{segment.name(segment.listing(f'{data}/append')[-1][0])}")
         for name in ("", "append", "topics", *(["quarantine"] if "quarantine/log" in names else [])):

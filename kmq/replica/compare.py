@@ -1,14 +1,16 @@
-"""Compares the records of replicas: of directories that this machine can read, or of brokers over their replica ports.
+"""Comparison of replicas: finds the first record that differs between data directories, or brokers of a shard.
 
-    DirectoryLogs   the logs of a data directory: the WAL as far as it is committed, and the queues
-    answer          a broker's side of a comparison over port 5677
-    ReplicaComparison      asks all sides for the crc of the same range; where two differ it halves the range, down to a record
+Example: for log `orders/0` it yields `Compared` with the first and last offset compared, and "" if all are equal.
 
-Invariant   Nothing is written on any side. Of each log only what all sides have is compared, and of the WAL only what is
-            committed on all of them: the rest may yet be cut.
-Memory      A side reads RANGE_BYTES, or one longer record, for each request, in a thread; it has one request at a time.
-            Whoever compares is not registered as a replica: wire.NOBODY. A broker serves one at a time, and each of
-            its answers has to come within wire.DEAD_S.
+    DirectoryLogs       the logs of a data directory: the WAL as far as it is committed, and the queues
+    answer              a broker's side of a comparison over port 5677
+    ReplicaComparison   asks all sides for the crc of the same range; where two differ it halves the range, to a record
+
+Invariant   Nothing is written on any side. Only records that all sides have are compared, and in the WAL only those
+            that are committed on all sides: later ones may yet be cut.
+Memory      A side reads RANGE_BYTES, or one longer record, for each request, in a thread. It has one request at a time.
+            The caller is not registered as a replica: its id is wire.NOBODY. A broker serves one caller at a time, and
+            each of its answers must arrive within wire.DEAD_S.
 Not covered Topics under compaction: each replica blanks replaced records in its own time.
 """
 
@@ -37,10 +39,10 @@ from kmq.replica.shard import ShardView
 from kmq.replica.wire import Link, LogRange, NextLog, WireError
 
 RANGE_BYTES = 1 << 20
-NO_LOG = "-"  # before the first log, and after the last
+NO_LOG = "-"  # stands before the first log, and after the last
 _WAL = "append"
-_MOST_ALONE = 100_000  # logs in a row that only some sides have: no broker has so many partitions
-_IDLE_S = 60.0  # between two requests
+_MOST_ALONE = 100_000  # logs in a row that only some sides have; no broker has so many partitions
+_IDLE_S = 60.0  # longest time between two requests
 _DAMAGED, _REPLACED = "damaged", "bootstrap"
 _LOG = re.compile(rf"{_WAL}|([A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}})/(\d{{1,4}})")
 
@@ -49,7 +51,7 @@ Ask = Callable[[Request], Awaitable[LogRange]]
 
 
 def _rank(log: str) -> tuple[str, int]:
-    """Return where a log comes in the order in which logs are compared. Raises WireError."""
+    """Return the sort key of a log: logs are compared in this order. Raises WireError for an invalid name."""
     match = _LOG.fullmatch(log)
     if match is None:
         raise WireError(f"{log[:40]!r} is no log")
@@ -68,7 +70,7 @@ class DirectoryLogs:
         self._reader = _WAL, reader.wal(data)
 
     def ask(self, request: Request) -> LogRange:
-        """Answer a request. Raises WireError for one that has no answer, DamageError, OSError."""
+        """Answer a request. Raises WireError if it is invalid, DamageError, OSError."""
         return self._following(request.log) if isinstance(request, NextLog) else self._read(request)
 
     def _following(self, log: str) -> LogRange:
@@ -92,18 +94,19 @@ class DirectoryLogs:
                     yield from (f"{topic}/{number}" for number in numbers)
 
     def _open(self, log: str) -> reader.LogReader:
-        """Return the reader of a log; the last one is kept, because it knows where its last read has ended."""
+        """Return the reader of a log. The last one is kept, because it knows where its last read ended."""
         if log != self._reader[0]:
-            if log not in self._logs:  # a peer has named it
+            if log not in self._logs:  # check the name, which a peer sent
                 raise WireError(f"{log!r} is no log of this broker")
             topic, _, number = log.partition("/")
             self._reader = log, reader.partition(self._data, topic, int(number)) if number else reader.wal(self._data)
         return self._reader[1]
 
     def _read(self, wanted: LogRange) -> LogRange:
-        """Return the crc of the first RANGE_BYTES of a range, up to the end of a record, and which records that are.
+        """Return the crc of the first RANGE_BYTES of a range, up to the end of a record, and the range of these
+        records.
 
-        Where it ends depends on the records alone, and not on blocks or segments, which are of each replica's own.
+        Its end depends on the records alone. Blocks and segments would differ between replicas.
         """
         log = self._open(wanted.log)
         first = min(max(wanted.first, log.first_offset), wanted.next)
@@ -125,9 +128,9 @@ class DirectoryLogs:
 
 
 async def answer(link: Link, data: str, message: wire.Message, is_replaced: Callable[[], bool]) -> None:
-    """Serve one who compares this broker with others, until that one ends it. `message`: the first that has come.
+    """Serve a peer that compares this broker with others, until the peer ends it. `message`: its first one.
 
-    `is_replaced`: whether other files are put in the place of those of `data`, or were since the call.
+    `is_replaced`: whether the files of `data` are being replaced, or were replaced since the call.
     """
     logs = DirectoryLogs(data)
     while isinstance(message, (NextLog, LogRange)):
@@ -137,7 +140,7 @@ async def answer(link: Link, data: str, message: wire.Message, is_replaced: Call
         except Exception as err:
             if not isinstance(err, DamageError) and not is_replaced():
                 raise
-        if is_replaced():  # half of each looks damaged, and what is known of the former files is not true any more
+        if is_replaced():  # a mix of old and new files looks damaged, and cached facts about the old files are wrong
             reply = wire.RefusedText(_REPLACED)
         link.send(reply)
         if isinstance(reply, wire.RefusedText):
@@ -167,7 +170,7 @@ async def _ask_broker(link: Link, request: Request) -> LogRange:
 
 
 def directories(paths: Sequence[str]) -> dict[str, Ask]:
-    """Return the sides of these directories. Raises ConfigError if they are of different lineages."""
+    """Return the sides of these directories. Raises ConfigError if their lineages differ."""
     for one, other in pairwise(paths):
         if identity.lineage(one) != identity.lineage(other):
             raise ConfigError(f"{one} and {other}: are of different lineages, so not of one shard")
@@ -178,7 +181,7 @@ def directories(paths: Sequence[str]) -> dict[str, Ask]:
 async def brokers(
     view: ShardView, shard: str, name: str, settings: Settings
 ) -> AsyncIterator[tuple[dict[str, Ask], dict[str, Exception]]]:
-    """Yield the sides of the brokers in the register, and why the others are not there. `name`: of this broker."""
+    """Yield the sides of the brokers in the register, and for the others the error. `name`: of this broker."""
     register = view.register
     if register is None:
         raise ConfigError(view.unreadable or f"shard {shard}: is not begun; see: kmq cluster init --help")
@@ -206,24 +209,24 @@ async def brokers(
 
 
 class Compared(NamedTuple):
-    """A log, and its first and last record that were compared; last < first: the sides share none."""
+    """A log, and its first and last record that were compared; last < first: the sides share no record."""
 
     log: str  # "append", or "<topic>/<partition>"
     first: int
     last: int
-    difference: str  # the first one; "": all is equal
+    difference: str  # the first difference; "": all records are equal
 
 
 class ReplicaComparison:
-    """One run. A side that fails is left out from then on."""
+    """One run. A side that fails is left out of the rest."""
 
     def __init__(self, sides: Mapping[str, Ask], advance: Callable[[int], None] = lambda _: None) -> None:
-        """`advance`: is told how many records were compared."""
+        """`advance` is called with the number of records that were compared."""
         self._sides, self._advance = dict(sides), advance
         self.lost: dict[str, Exception] = {}
 
     async def logs(self) -> AsyncIterator[Compared]:
-        """Compare, and yield, one log after the other, of those that all sides have."""
+        """Compare the logs that all sides have, one after the other, and yield each result."""
         heads: dict[str, LogRange] = {}
         left = _MOST_ALONE
         wanted = dict.fromkeys(self._sides, NO_LOG)
@@ -250,7 +253,7 @@ class ReplicaComparison:
         while found := await self._range(log, at, end):
             part = next(iter(found.values()))
             if part.first > at:
-                first = part.first  # retention has deleted what was before it
+                first = part.first  # retention has deleted the records before it
             if _differ(found):
                 return Compared(log, first, part.next - 1, await self._first_difference(found))
             self._advance(part.next - part.first)
@@ -258,14 +261,14 @@ class ReplicaComparison:
         return Compared(log, first, at - 1, "")
 
     async def _range(self, log: str, first: int, end: int) -> dict[str, LogRange]:
-        """Return what each side has of the first records of a range, the same records of all; {}: there are none."""
+        """Return each side's range of the first records, the same records on all sides; {}: there are none."""
         while first < end:
             found = await self._ask(dict.fromkeys(self._sides, LogRange(log, first, end, 0)))
             if len(found) < 2:
                 break
             begin, stop = max(each.first for each in found.values()), min(each.next for each in found.values())
             if begin > first:
-                first = begin  # retention has deleted what is before it
+                first = begin  # retention has deleted the records before it
             elif any(each.next != stop for each in found.values()):
                 end = stop
             else:
@@ -273,11 +276,11 @@ class ReplicaComparison:
         return {}
 
     async def _first_difference(self, found: dict[str, LogRange]) -> str:
-        """Say which is the first record that differs in a range which does, and between whom."""
+        """Describe the first record that differs within a range that differs, and the sides that differ."""
         log, first, end, _ = next(iter(found.values()))
         while end - first > 1:
             half = await self._range(log, first, (first + end) // 2)
-            if not half:  # a side was lost, or retention has deleted it
+            if not half:  # a side failed, or retention has deleted the records
                 break
             part = next(iter(half.values()))
             first, end = (part.first, part.next) if _differ(half) else (part.next, end)
@@ -287,7 +290,7 @@ class ReplicaComparison:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def _ask(self, requests: Mapping[str, Request]) -> dict[str, LogRange]:
-        """Ask these sides at once; return the answers of those that have not failed."""
+        """Ask these sides at the same time; return the answers of those that have not failed."""
         found = await asyncio.gather(*(self._ask_side(name, request) for name, request in requests.items()))
         return {name: reply for name, reply in zip(requests, found, strict=True) if reply is not None}
 
@@ -306,7 +309,7 @@ class ReplicaComparison:
 
 
 def _check(request: Request, reply: LogRange) -> None:
-    """Raise WireError for an answer with which a comparison would not come to an end."""
+    """Raise WireError for an answer that would keep a comparison from ending."""
     if isinstance(request, LogRange):
         is_good = reply.log == request.log and request.first <= reply.first <= reply.next <= request.next
     elif reply.log == NO_LOG:
@@ -323,7 +326,7 @@ def _differ(found: Mapping[str, LogRange]) -> bool:
 
 
 def _text(found: Mapping[str, LogRange]) -> str:
-    """Say between whom a range differs: who is alone, or with fewer, differs from the others."""
+    """Describe which sides differ: a single side, or a minority, differs from the others."""
     by_crc: dict[int, list[str]] = {}
     for name, each in found.items():
         by_crc.setdefault(each.crc, []).append(name)

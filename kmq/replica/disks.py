@@ -1,13 +1,13 @@
-"""What an operator does with the directories of a shard while their brokers are down: reset, detach.
+"""Disk commands of a shard, for an operator while the brokers are down: reset, detach.
 
-    reset       the content is moved into KMQ_DATA/reset-<time>/: the next start makes a new, empty replica
-    detach      the directory becomes a broker of its own: a new id, and a new lineage in the label of each index
+    reset       moves the content into KMQ_DATA/reset-<time>/; the next start makes a new, empty replica
+    detach      makes the directory a broker of its own: a new id, and a new lineage in the label of each index
 
-Owner       the command; it holds the locks of the broker and of its logs.
-Invariant   No start ever goes on with a directory that is half reset or half detached: meanwhile its file `replica` names
-            no shard, so each start is refused (identity.py). Nothing is deleted but what says whose replica it was.
-            The old rings are never read again, because the directory gets another id.
-Crash       The file `replica` says what was begun. The same command, run again, finishes it.
+Owner       The command. It holds the locks of the broker and of its logs.
+Invariant   No start ever continues with a directory that is half reset or half detached. Until the command is done the
+            file `replica` names no shard, so each start is refused (identity.py). Only the files that name the replica
+            are deleted. The old rings are never read again, because the directory gets another id.
+Crash       The file `replica` records which step was begun. The same command, run again, finishes it.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from kmq.log import committed, index, wal
 from kmq.replica.files import ReplicaFiles
 
 _BEGUN = re.compile(r"(resetting|detaching) ([0-9a-z-]+)\n")
-_STAYS = ("replica", "lost+found")  # `replica` to the end; the other one belongs to the file system
+_STAYS = ("replica", "lost+found")  # `replica` stays until the end; lost+found belongs to the file system
 
 
 @contextlib.contextmanager
 def broker_is_down(data: str, pipes: str) -> Iterator[None]:
-    """Keep the broker of this directory down. Raises BusyError, naming the holder, if it runs."""
+    """Hold the locks of a broker that is down. Raises BusyError, naming the holder, if it runs."""
     os.makedirs(pipes, exist_ok=True)
     paths = [f"{pipes}/supervisor.owner", f"{pipes}/replica.owner"]
     paths += [f"{data}/{name}/.owner" for name in ("append", "topics") if os.path.isdir(f"{data}/{name}")]
@@ -43,14 +43,14 @@ def broker_is_down(data: str, pipes: str) -> Iterator[None]:
 
 
 class DirectoryState(NamedTuple):
-    """What a directory knows of its shard. `begun`: the step that was interrupted, and its argument; else None."""
+    """What a directory knows about its shard. `begun`: the interrupted step and its argument; None: no step."""
 
-    text: str  # what its owner should know before it goes
+    text: str  # what its owner should know before the command runs
     begun: tuple[str, str] | None = None
 
 
 def look(data: str, shard: str) -> DirectoryState:
-    """Return what a directory knows of its shard. Raises ConfigError if it is no replica of it, CorruptError."""
+    """Return what a directory knows about its shard. Raises CorruptError, ConfigError if it is of another shard."""
     try:
         with open(f"{data}/replica", encoding="latin-1") as file:
             match = _BEGUN.fullmatch(file.read())
@@ -71,7 +71,7 @@ def look(data: str, shard: str) -> DirectoryState:
 
 
 def _begin(data: str, state: DirectoryState, what: str, argument: str) -> str:
-    """Note on disk what is begun, and return its argument: that of a run before, if one was interrupted."""
+    """Record on disk which step begins, and return its argument, or that of the interrupted run if there was one."""
     if state.begun is None:
         replace_file(f"{data}/replica", f"{what} {argument}\n".encode())
         return argument
@@ -81,13 +81,13 @@ def _begin(data: str, state: DirectoryState, what: str, argument: str) -> str:
 
 
 def _finish(data: str) -> None:
-    """Take away what refuses each start."""
+    """Remove the record that makes each start fail."""
     os.unlink(f"{data}/replica")
     sync_directory(data)
 
 
 def reset(data: str, state: DirectoryState) -> str:
-    """Move all content aside, and return the directory that has it."""
+    """Move all content aside, and return the directory that now has it."""
     if state.begun is not None:
         place = f"{data}/{state.begun[1]}"
     else:
@@ -117,7 +117,7 @@ def detach(data: str, state: DirectoryState) -> str:
                 _label(path, lineage)
     for name in ("lineage", "id"):
         replace_file(f"{data}/{name}", f"{lineage}\n".encode())
-    for name in ("register", "committed"):  # of a shard that it has left
+    for name in ("register", "committed"):  # these belong to the shard that it has left
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{data}/{name}")
     _finish(data)

@@ -1,4 +1,4 @@
-"""What a replica remembers on its disk: who it is, and the last register that it has promised.
+"""Replica files: what a replica keeps on its disk about itself: its identity, and the last register it has promised.
 
     replica    `<replica id> shard=<name> starts=<mark>,<mark>… coming=<mark> crc32=…`
     register   `replica=<replica id>`, the text of a register, `crc32=…`: the promise of this replica
@@ -6,11 +6,11 @@
 Owner       The process `replica` of this directory, which holds the lock of pipes/replica.owner.
 Invariant   A promise is on disk before anything is sent under its version. It never goes back: `promise` refuses a
             register that does not descend from the one before.
-            A promise of another replica id is none. So a directory that takes a new id has lost its promise at the same
-            instant, whenever it is killed.
+            A promise of another replica id does not count. So a directory that takes a new id loses its promise at the
+            same instant, whenever it is killed.
 Crash       Each file is replaced atomically and synced.
-            `coming` is the mark of a start that may have reached Consul: the next start goes on with it.
-Damage      A flipped bit ends the process with 65: without these files nobody knows what this replica has answered to.
+            `coming` is the mark of a start that may have reached Consul. The next start uses the same mark.
+Damage      A flipped bit ends the process with 65: without these files it is unknown what this replica has promised.
 """
 
 import re
@@ -21,7 +21,7 @@ from kmq.cluster.register import Register, UnreadableRegister, decode, new_mark
 from kmq.errors import ConfigError, CorruptError
 from kmq.files import replace_file
 
-STARTS = 1000  # marks of starts that are kept
+STARTS = 1000  # most marks of starts that are kept
 
 _MARK = "[0-9a-f]{16}"
 _REPLICA = re.compile(
@@ -31,7 +31,7 @@ _PROMISE = re.compile(rf"replica=({_MARK})\n(.*\n)crc32=\d{{1,10}}\n", re.DOTALL
 
 
 class ReplicaIdentity(NamedTuple):
-    """Who this directory is. `starts`: marks of the starts under this id, the newest last; `coming`: "" or one more."""
+    """The identity of a directory. `starts`: marks of its starts, the newest last; `coming`: "" or the next mark."""
 
     id: str
     shard: str
@@ -39,28 +39,28 @@ class ReplicaIdentity(NamedTuple):
     coming: str = ""
 
     def about_to_start(self) -> "ReplicaIdentity":
-        """Return the identity with the mark of a start; one that is there already is gone on with."""
+        """Return the identity with the mark of a coming start. A mark that is there already is kept."""
         return self if self.coming else self._replace(coming=new_mark())
 
     def started(self) -> "ReplicaIdentity":
-        """Return the identity once Consul has the mark `coming`."""
+        """Return the identity after Consul got the mark `coming`."""
         return self._replace(starts=(*self.starts, self.coming)[-STARTS:], coming="")
 
     def knows(self, mark: str) -> bool:
-        """Return True if this directory has written the mark itself."""
+        """Return True if this directory itself has written the mark."""
         return bool(mark) and (mark == self.coming or mark in self.starts)
 
 
 def new_identity(shard: str) -> ReplicaIdentity:
-    """Return the identity of a replica that has never been seen, about to start."""
+    """Return a new identity, about to start."""
     return ReplicaIdentity(new_mark(), shard, (), new_mark())
 
 
 class ReplicaFiles:
-    """Both files of one data directory."""
+    """The two files of one data directory."""
 
     def __init__(self, data: str, shard: str) -> None:
-        """Read them, and begin `replica` if it is missing. Raises ConfigError for another shard, CorruptError."""
+        """Read both files. Create `replica` if it is missing. Raises ConfigError for another shard, CorruptError."""
         self.data = data
         self.identity = self._read_identity(shard)
         self.promised = self._read_promise()
@@ -87,7 +87,7 @@ class ReplicaFiles:
         return found
 
     def save(self, identity: ReplicaIdentity) -> None:
-        """Make this the identity of the directory. Under a new id it has no promise."""
+        """Make this the identity of the directory. A new id has no promise."""
         replace_file(f"{self.data}/replica", _identity_text(identity).encode())
         if identity.id != self.identity.id:
             self.promised = None
@@ -105,12 +105,12 @@ class ReplicaFiles:
             raise CorruptError(f"{path}: {text[:40]!r} is no promise, or damaged; nobody knows what was answered to")
         try:
             register = decode(match[2].encode("latin-1"), path)
-        except UnreadableRegister as error:  # of a later release
+        except UnreadableRegister as error:  # it is of a later release
             raise ConfigError(str(error)) from error
         return register if match[1] == self.identity.id else None
 
     def promise(self, register: Register) -> None:
-        """Answer under this register from now on. Raises ValueError if it does not descend from the last promise."""
+        """Promise this register and its version. Raises ValueError unless it descends from the last promise."""
         before = self.promised
         if before is not None and not register.descends_from(before.version):
             raise ValueError(f"version {register.version} does not descend from the promised {before.version}")

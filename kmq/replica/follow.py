@@ -1,13 +1,19 @@
-"""Following, in one epoch: from the leader's port into the ring `framed`, and back what is on our disk.
+"""Following: copies the leader's records into the ring `framed` during one epoch, and confirms what is on disk.
 
-Begins      while the stages wait. The leader compares our end with its log; where they differ the WAL is cut back to
-            where they agree, and the leader asked again. Only then do durability and router work, and data comes.
-Invariant   Nothing that was shown on this disk is ever cut: 65. What is cut is kept under `cut/`.
-            Data and hw are taken only from the leader of our epoch, over the connection that was compared. A block goes
-            into the ring only right behind the one before.
-            We confirm what durability has synced, under the version that we have promised, on disk.
-Memory      While the ring is full of records that are not committed we go on reading: hw is behind the data. What the
-            ring has no room for waits here. The leader sends no more than `room` beyond what we have confirmed.
+Example: the leader sends `!data … first=101 last=120`; once durability has synced them, we answer `!have` with seq 120.
+
+Begins      The stages wait first. The leader compares our end with its log. Where they differ, our WAL is cut back to
+            the point where they agree, and the leader is asked again. Only then durability and router start, and data
+            flows.
+Invariant   A record that was shown on this disk is never cut: the process ends with 65 instead. Cut records are kept
+            under `cut/`.
+            Data and hw are accepted only from the leader of our epoch, over the connection on which it compared our
+            log. A block enters the ring only directly after the block before it.
+            We confirm only what durability has synced, under the version that we have promised on disk.
+Away        If the leader is silent for one session TTL plus the lag, or unreachable, other brokers may still reach it.
+            Then the doors of this broker close and send clients elsewhere.
+Memory      While the ring is full of uncommitted records we keep reading, because hw comes after the data. Records that
+            do not fit into the ring wait here. The leader sends at most `room` bytes beyond what we have confirmed.
 """
 
 import asyncio
@@ -33,20 +39,20 @@ from kmq.replica.replica import Duty
 from kmq.replica.stages import Stages
 from kmq.replica.wire import Link
 
-_AGAIN_S = 0.2  # between two calls
+_AGAIN_S = 0.2  # between two calls of the leader
 _TICK_S = 0.25
-_LOOK_S = 0.01  # until durability has begun
-_BEAT_S = 0.5  # the leader hears at least this often
-_WAIT_S = 0.002  # while the ring is full
-_BOOTSTRAP_AGAIN_S = 5.0  # after one that failed: a full disk does not get room by trying
+_LOOK_S = 0.01  # between two looks whether durability has begun
+_BEAT_S = 0.5  # longest time between two of our messages to the leader
+_WAIT_S = 0.002  # between two tries while the ring is full
+_BOOTSTRAP_AGAIN_S = 5.0  # after a failed bootstrap; retrying at once does not free a full disk
 
 
 class WentBack(RetryError):
-    """The leader remembers that this replica has confirmed more than it has: it is an older state of itself."""
+    """The leader knows that this replica once confirmed more than it has now: the directory is an older state."""
 
 
 class Following:
-    """One epoch."""
+    """One epoch as a follower."""
 
     def __init__(
         self,
@@ -56,11 +62,11 @@ class Following:
         hear: Callable[[Register], Register | None],
         log: Logger,
     ) -> None:
-        """`call`: connects to an address; `hear`: Replica.hear."""
+        """`call` connects to an address. `hear`: Replica.hear."""
         self.stages, self._call, self._promise, self.log = stages, call, hear, log
         self.duty, self.register = duty, duty.register
         self.epoch, self.leader = duty.register.epoch, duty.register.leader
-        self.received = 0  # last seq that was taken from the leader
+        self.received = 0  # last seq received from the leader
         self.confirmed = 0
         self.hw = 0
         self.epochs = stages.epochs()
@@ -70,21 +76,28 @@ class Following:
         self._said = 0.0
         self._link: Link | None = None
         self._is_agreed = self._is_filling = self.is_over = False
-        self.has_agreed = False  # the leader has compared its log with ours: it does lead in this epoch
-        self.replaced: int | None = None  # while our files are put in place one by one: the last seq that we had before
-        self._told = ""  # the last reason why there is no connection
-        self._snapshot: wire.FileText | None = None  # producers.ckpt of the leader, until our hw has reached it
+        self._silent_since: float | None = time.monotonic()  # since when we wait for the leader to say something
+        self.is_away = False  # silent for too long
+        self.has_agreed = False  # the leader has compared our logs, so it does lead this epoch
+        self.replaced: int | None = None  # while our files are being replaced: the last seq that we had before
+        self._told = ""  # the last reason for having no connection
+        self._snapshot: wire.FileText | None = None  # the leader's producers.ckpt, until our hw reaches it
 
     def take(self, duty: Duty) -> None:
-        """Confirm under another version from now on, or call the leader elsewhere."""
+        """Confirm under another version from now on, or connect to another address of the leader."""
         self.duty = duty
         if duty.register != self.register:
             self.register = duty.register
             self._have(is_due=True)
 
     @property
+    def is_connected(self) -> bool:
+        """Return False if the leader cannot be reached, or has been silent for too long."""
+        return not self.is_away and (self.has_agreed or self._link is not None)
+
+    @property
     def is_behind(self) -> bool:
-        """Return True if our disk lacks something that the leader has, as far as we know."""
+        """Return True if our disk lacks records that the leader has, as far as we know."""
         return not self._is_agreed or self.confirmed < self.received
 
     # --- connections -------------------------------------------------------------------------------------------------
@@ -94,20 +107,20 @@ class Following:
         loop = asyncio.get_running_loop()
         loop.add_reader(self.stages.synced, self._on_sync)
         beat = asyncio.ensure_future(self._beat())
-        beat.add_done_callback(
-            lambda task: self._link.close() if self._link is not None else None
-        )  # its error is raised
+        beat.add_done_callback(lambda task: self._link.close() if self._link is not None else None)  # raise its error
         try:
             while True:
                 try:
                     if self.duty.leader:
                         self._link = await self._call(self.duty.leader)
+                        self._silent_since = None
                         self._tell(await self._follow(self._link))
                 except (OSError, wire.WireError, asyncio.IncompleteReadError, TimeoutError) as err:
                     self._tell(str(err) or type(err).__name__)
                 finally:
                     if self._link is not None:
                         self._link.close()
+                    self._silent_since = self._silent_since or time.monotonic()
                     self._link, self._is_agreed = None, False
                 if beat.done():
                     beat.result()
@@ -129,29 +142,47 @@ class Following:
         self._backlog_bytes = 0
 
     async def _beat(self) -> None:
-        """Say where we are, now and then; nobody but the leader writes lines here."""
+        """Send our position now and then."""
         while True:
             await asyncio.sleep(_TICK_S)
             self.stages.drop_fifo()
             self.stages.refuse_requests()
             self.stages.note_hw()
             await self._take_snapshot()
+            self._look_for_leader()
             self._have(is_due=time.monotonic() - self._said > _BEAT_S)
+
+    def _look_for_leader(self) -> None:
+        """Close the doors if the leader has been silent for too long."""
+        since, settings = self._silent_since, self.stages.settings
+        limit_s = settings.session_ttl + settings.replica_lag
+        if since is None or self.is_away or self.is_over or time.monotonic() - since < limit_s:
+            return
+        self.is_away = True
+        self.stages.show_doors(None)
+        self.log.warn(
+            "leader_silent",
+            leader=self.duty.leader,
+            seconds=f"{limit_s:g}",
+            effect="connections that were passed on to it are reset; clients are sent to the other brokers",
+        )
 
     # --- one connection ----------------------------------------------------------------------------------------------
 
     async def _follow(self, link: Link) -> str:
-        """Follow over one connection; return why that has ended."""
+        """Follow over one connection; return why it ended."""
         asked = self._fetch(link)
         while True:
+            self._silent_since = time.monotonic()
             message = await link.read()
+            self._silent_since = None
             if isinstance(message, wire.Data) and self._is_agreed:
                 self._take(message)
             elif isinstance(message, wire.Hw):
                 if not self._is_agreed:
                     await self._start()
                     self._is_agreed, self._told = True, ""
-                    self.has_agreed = True
+                    self.has_agreed, self.is_away = True, False
                     if not self.is_over:
                         self.stages.show_doors(self.duty.doors)
                     self.log.info("leader_followed", leader=link.peer.broker, epoch=self.epoch, next=self.received + 1)
@@ -182,14 +213,14 @@ class Following:
                 raise wire.WireError(f"{type(message).__name__} came where it has no place")
 
     def _fetch(self, link: Link) -> tuple[int, int]:
-        """Ask to go on behind our end; return that."""
+        """Ask for the records after our end; return that end."""
         end = self.received if self.ring is not None else wal.last_stored(self.stages.data)[0]
         last = self.epochs.epoch_at(end)
         link.send(wire.FetchText(self.register.version, self.epoch, end + 1, last, 0))
         return end + 1, last
 
     def _hear(self, text: bytes) -> bool:
-        """Promise a version of our epoch that the leader tells."""
+        """Promise a version of our epoch that the leader has sent."""
         try:
             register = decode(text, "register")
         except UnreadableRegister as err:
@@ -200,7 +231,7 @@ class Following:
         return promised is not None
 
     async def _replace(self, link: Link, first: int) -> None:
-        """Take the leader's files in place of ours: its WAL begins with seq `first`, or we have nothing."""
+        """Replace our files by the leader's. `first`: the first seq of its WAL."""
         stages, began, before = self.stages, time.monotonic(), wal.last_stored(self.stages.data)[0]
         self._snapshot = None
         self.log.info("bootstrap_begun", leader=link.peer.broker, end=before, first_seq=first)
@@ -213,17 +244,17 @@ class Following:
             self.log.warn("bootstrap_failed", reason=err, effect=f"it begins again after {_BOOTSTRAP_AGAIN_S:g} s")
             await asyncio.sleep(_BOOTSTRAP_AGAIN_S)
             raise
-        self.replaced = before  # half of the files look like a damaged WAL
+        self.replaced = before  # a mix of old and new files looks like a damaged WAL
         stages.bootstraps += 1
         await in_thread(settle, stages.data)
         self.replaced = None
-        await stages.leave()  # it mends the end of the WAL, which was copied while it grew
+        await stages.leave()  # this mends the end of the WAL, which grew while it was copied
         self.epochs = stages.epochs()
         end, seconds = wal.last_stored(stages.data)[0], round(time.monotonic() - began, 3)
         self.log.info("bootstrapped", leader=link.peer.broker, bytes=nbytes, end=end, seconds=seconds)
 
     async def _cut(self, diverged: wire.Diverged) -> None:
-        """Cut our WAL to where it agrees with the leader's, with the stages let go."""
+        """Cut our WAL to where it agrees with the leader's, while the stages hold nothing."""
         stages = self.stages
         if self.ring is not None:
             self.close()
@@ -241,7 +272,7 @@ class Following:
         self.log.warn("records_cut", first_seq=keep + 1, last_seq=end, kept_in=path, reason="they were not committed")
 
     async def _start(self) -> None:
-        """Let durability and router work behind the end that the leader agrees with."""
+        """Start durability and router after the end that the leader agrees with."""
         if self.ring is not None:
             return
         stages = self.stages
@@ -268,10 +299,10 @@ class Following:
         self._raise_hw(data.hw)
 
     def _blocks(self, data: wire.Data) -> Iterator[Framed]:
-        """Cut lines into blocks: what KMQ says of itself alone, with its key, because routing depends on it."""
+        """Cut lines into blocks. KMQ's own records get a block each, with its key, because routing depends on that."""
         assert self.ring is not None
         limits, first, key, whole = self.ring.limits, data.first, data.key, bytes(data.lines)
-        # To search all lines for records of the framer's own would cost as much as everything else here.
+        # Searching all lines for the framer's own records would cost as much as all other work here.
         may_be_own = not key or topic_changes.are_own(whole)
         for part, own in topic_changes.parts(whole) if may_be_own else ((whole, b""),):
             if own:
@@ -281,7 +312,7 @@ class Following:
                 lines = part
                 if len(part) > limits.nbytes:
                     lines = part[: part.rfind(b"\n", 0, limits.nbytes) + 1]
-                # What came was counted when it came (wire.py).
+                # The lines were counted when they arrived (wire.py).
                 count = lines.count(b"\n") if len(lines) < len(whole) else data.last - data.first + 1
                 if count > limits.count:
                     count = limits.count
@@ -293,7 +324,7 @@ class Following:
             key = data.key
 
     def _fill(self) -> None:
-        """Put into the ring what it has room for."""
+        """Append to the ring as much as fits."""
         ring = self.ring
         if self._is_filling or ring is None:
             return
@@ -317,7 +348,7 @@ class Following:
             self.ring.wake_reader()
 
     async def _take_snapshot(self) -> None:
-        """Take in the leader's producers.ckpt once our log has all that it speaks of."""
+        """Load the leader's producers.ckpt once our log has all records that it covers."""
         snapshot = self._snapshot
         if snapshot is None or snapshot.seq > min(self.hw, self.confirmed):
             return
@@ -327,7 +358,7 @@ class Following:
         except OSError as err:
             if err.errno not in FULL:
                 raise
-            self._snapshot = snapshot  # the old one stays, and retention keeps what it does not cover
+            self._snapshot = snapshot  # the old file stays, and retention keeps the records that it does not cover
 
     def _on_sync(self) -> None:
         try:

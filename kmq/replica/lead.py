@@ -1,30 +1,40 @@
-"""Leading, in one epoch: sends what is on disk to the followers, counts what they confirm, and says what is committed.
+"""Leading: sends the records on our disk to the followers in one epoch, and decides what is committed.
 
-Begins      the framer makes the ring `framed` and puts the record of the epoch first. Once that is committed and routed,
-            the doors open: until then this leader may know less than its predecessor has shown.
-Invariant   Only what is on our own disk is sent. A position counts only if it was confirmed over a connection of this
-            epoch, after comparing (compare), and under the version of the register that is in force here.
-            hw = min over the maximal ISR of what is on disk. The maximal ISR is the register's and that of every change
-            asked for at its present version. It counts until the register is read with another one: a missing answer
-            changes nothing.
+Example: we have seq 120 on disk, the two followers in the ISR have confirmed 118 and 115; then hw is 115.
+
+Begins      The framer makes the ring `framed` and appends the record of the epoch first. Once that is committed and
+            routed the doors open. Before that this leader may know less than its predecessor has shown.
+Invariant   Only records on our own disk are sent. A confirmed position counts only if it came over a connection of this
+            epoch, after the logs were compared, and under the version of the register that is in force here.
+            hw = min over the maximal ISR of what is on disk. The maximal ISR is the register's ISR and that of every
+            change requested at its present version. A requested change counts until the register is read at another
+            version, even if its write gets no answer.
             While the ISR is smaller than min_insync nothing is committed.
-Spent       If durability was started again in this epoch, what is on its way is not known any more: it ends (is_spent).
-Memory      Blocks are sent from where they lie in the ring. They stay there until they are committed, so a member of the
-            ISR never needs another one; whoever else is further behind is sent records of the WAL. To each follower at
-            most what it has room for is on its way.
+Spent       If durability was restarted in this epoch, nobody knows which records are in flight: it ends (is_spent).
+Slow        A member of the ISR that takes a multiple of the others' time to confirm delays every acknowledgement. It
+            leaves the ISR like a member that lags, and joins again once it has kept up for a while. Both are ordinary
+            changes of the ISR: this module only decides when they are due.
+Doors       They stay open while this replica can prove that it leads: by Consul, or by as many followers as could elect
+            another leader. Without proof for one session TTL plus the lag they close, and clients go elsewhere. The
+            epoch continues, and the doors open again with the next proof. A message that is read after this process was
+            stopped proves nothing about the time after it was sent (FollowerLink.sent_after).
+Memory      Blocks are sent from where they lie in the ring, and stay there until they are committed. So the ring has
+            all blocks that a member of the ISR needs. A follower that lags further gets records from the WAL. Each
+            follower is sent at most as much as it has room for.
 """
 
 import asyncio
 import os
 import time
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
+from statistics import median
 from typing import NamedTuple
 from zlib import crc32
 
 from kmq.files import file_id
 from kmq.links.ring import RingObserver
-from kmq.links.role import STARTING
+from kmq.links.role import LEADING, STARTING
 from kmq.log import dedupe_file, wal
 from kmq.log.committed import Epochs
 from kmq.log.damage import DamageError
@@ -38,16 +48,20 @@ from kmq.replica.replica import Duty
 from kmq.replica.stages import Stages
 from kmq.replica.wire import Link
 
-_TICK_S = 0.25  # hw is looked at at least this often, whatever was not heard
-_LOOK_S = 0.01  # until the stages have begun
-_READ_BYTES = 1 << 20  # of the WAL, for a follower that is behind
-_START_LAGS = 3  # so many lags has a new leader until its first record is committed
+_TICK_S = 0.25  # hw is computed at least this often, whatever arrives
+_LOOK_S = 0.01  # between two looks whether the stages have begun
+_READ_BYTES = 1 << 20  # read from the WAL at once, for a follower that lags
+_START_LAGS = 3  # a new leader has this many lags to commit its first record
 HUNG_S = 60.0  # a stage that takes longer to begin, or to let go, hangs
-_BEAT_S = 0.5  # a follower hears at least this often
+_BEAT_S = 0.5  # longest time between two messages to a follower
+_SMOOTH = 8  # samples over which a follower's ack delay is smoothed; at most one each tick
+_SLOW_SAMPLES = 4  # fewer samples prove nothing
+_SLOW_TIMES, _SLOW_S = 5, 0.25  # slow: at least this multiple of the others' median delay, and at least this long
+_SLOW_LAGS, _QUICK_LAGS = 2, 6  # in lags: how long slow before it leaves the ISR; how long quick before it may rejoin
 
 
 class SentBlock(NamedTuple):
-    """A block as it is sent. `position`: where it lies in the ring; None: it was read from the WAL."""
+    """A block as it is sent. `position`: of the block in the ring; None: it was read from the WAL."""
 
     first: int
     last: int
@@ -58,36 +72,87 @@ class SentBlock(NamedTuple):
 
 
 class FollowerLink:
-    """One follower's connection."""
+    """The connection of one follower."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.position = 0  # on its disk, confirmed under the version in force; 0: not known
-        self.sent = 0  # the last seq that was sent to it
+        self.position = 0  # last seq on its disk, confirmed under the version in force; 0: unknown
+        self.sent = 0  # the last seq sent to it
         self.room = 0
         self.sent_hw = -1
-        self.heard = self.reached = time.monotonic()  # when it was last heard; when it last had all that was there then
+        self.heard = self.reached = time.monotonic()  # when its last message was read; when it last had all
+        self.sent_after = 0.0  # its last message was sent after this moment, however late it was read
         self.told = 0.0
-        self.snapshot = 0  # up to which seq it has producers.ckpt
-        self._on_the_way: deque[tuple[int, int]] = deque()  # last seq, bytes
+        self.snapshot = 0  # the seq of the producers.ckpt that it has
+        self._on_the_way: deque[tuple[int, int, float]] = deque()  # last seq, bytes, time sent
         self._bytes = 0
+        self._took, self._count = 0.0, 0  # of blocks confirmed since `ack_delay` was last called: seconds, number
 
     def has_room(self) -> bool:
         return self._bytes < self.room
 
     def is_sent(self, last: int, nbytes: int) -> None:
         self.sent = last
-        self._on_the_way.append((last, nbytes))
+        self._on_the_way.append((last, nbytes, time.monotonic()))
         self._bytes += nbytes
 
     def confirms(self, seq: int) -> None:
-        """All up to `seq` is on its disk."""
+        """Record that all blocks up to `seq` are on its disk."""
+        now = time.monotonic()
         while self._on_the_way and self._on_the_way[0][0] <= seq:
-            self._bytes -= self._on_the_way.popleft()[1]
+            _, nbytes, sent_at = self._on_the_way.popleft()
+            self._bytes -= nbytes
+            self._took += now - sent_at
+            self._count += 1
+
+    def ack_delay(self, now: float, known: float) -> float | None:
+        """Return the mean seconds from sending a block to its confirmation, since the last call; None: no news.
+
+        A block that still waits counts once it has waited longer than `known`.
+        """
+        waits = now - self._on_the_way[0][2] if self._on_the_way else 0.0
+        took = self._took / self._count if self._count else None
+        self._took, self._count = 0.0, 0
+        if took is None:
+            return waits if waits > known else None
+        return max(took, waits)
+
+
+class AckDelay:
+    """How long one replica takes to confirm a block, over all its connections in this epoch."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None  # smoothed; None: not measured yet
+        self.slow_since: float | None = None  # too slow for the ISR since then; None once it has been quick for a while
+        self._slow_samples = 0  # slow samples in a row
+        self._first_slow = self._last_slow = 0.0  # times of the first and the last of them
+
+    def add(self, sample: float, others: list[float], now: float) -> None:
+        """Add the sample of one tick. `others`: the delays of the other followers in the ISR."""
+        self.seconds = sample if self.seconds is None else self.seconds + (sample - self.seconds) / _SMOOTH
+        limit = max(_SLOW_S, _SLOW_TIMES * median(others)) if others else float("inf")
+        if self.slow_since is not None:
+            limit /= 2  # it must be clearly better before it may rejoin
+        if self.seconds <= limit:
+            self._slow_samples = 0
+            return
+        self._first_slow = self._first_slow if self._slow_samples else now
+        self._slow_samples, self._last_slow = self._slow_samples + 1, now
+
+    def judge(self, lag_s: float, now: float) -> None:
+        if self.has_been_slow(lag_s):
+            self.slow_since = self.slow_since or now
+        elif now - self._last_slow > _QUICK_LAGS * lag_s:
+            self.slow_since = None
+
+    def has_been_slow(self, lag_s: float) -> bool:
+        """Return True if all samples of the last _SLOW_LAGS lags were slow."""
+        has_lasted = self._last_slow - self._first_slow >= _SLOW_LAGS * lag_s
+        return has_lasted and self._slow_samples >= _SLOW_SAMPLES
 
 
 class Leading:
-    """One epoch."""
+    """One epoch as the leader."""
 
     def __init__(self, stages: Stages, duty: Duty, lag_s: float, log: Logger) -> None:
         self.stages, self.duty, self.me, self.lag_s, self.log = stages, duty, duty.me, lag_s, log
@@ -95,30 +160,36 @@ class Leading:
         self.epoch = duty.register.epoch
         self.is_spent = self.is_over = False
         self.hw, self.synced, self.numbered = 0, 0, 0
-        self.epoch_seq = 0  # of the record of the epoch; 0: not numbered yet
+        self.epoch_seq = 0  # seq of the record of the epoch; 0: not numbered yet
         self.followers: dict[str, FollowerLink] = {}
-        self._links: set[Link] = set()  # of followers, of those too that were not compared yet
-        self.stands_since: float | None = None  # since when hw has not reached what was numbered the lag before
+        self.delays = defaultdict[str, AckDelay](AckDelay)  # by replica
+        self._links: set[Link] = set()  # of followers, also of those whose logs were not compared yet
+        self.stands_since: float | None = None  # since when hw has not reached the seqs numbered one lag before
         self._idles_since: float | None = time.monotonic()  # since when nothing can be numbered: see `_look`
         self._began = time.monotonic()
+        self._ticks = self._began, self._began  # the last two; what is read now was sent after the first of them
+        self._told_at = duty.as_of  # when Consul last confirmed that we lead
+        self._sure_at = 0.0  # when enough followers were last heard to rule out another leader
+        self._has_opened = False  # whether the doors were ever open in this epoch
         self._gone: dict[str, float] = {}  # by replica: until when it kept up, over connections that have ended
         self._failed: Exception | None = None
-        self._snapshot: wire.FileText | None = None  # producers.ckpt as it is now
-        self._snapshot_file: object = None  # which file that was
-        self._is_too_large = False  # producers.ckpt, for followers
-        self._changed_at = 0.0  # when the version changed: hw may stand until all have promised it
-        self._confirmed: dict[str, int] = {}  # the last position of each replica in this epoch
-        self._asked: list[frozenset[str]] = []  # changes of the ISR at the present version
+        self._snapshot: wire.FileText | None = None  # the present producers.ckpt
+        self._snapshot_file: object = None  # identifies the file that it was read from
+        self._is_too_large = False  # producers.ckpt is too large to send
+        self._changed_at = 0.0  # when the version changed; hw may stand until all have promised the new one
+        self._confirmed: dict[str, int] = {}  # the last confirmed position of each replica in this epoch
+        self._asked: list[frozenset[str]] = []  # changes of the ISR requested at the present version
         self._ring: RingObserver | None = None
         self._epochs: Epochs | None = None
-        self._blocks: dict[int, SentBlock] = {}  # of the ring, by first seq, the oldest first
+        self._blocks: dict[int, SentBlock] = {}  # blocks in the ring by first seq, the oldest first
         self._samples: deque[tuple[float, int, int]] = deque()  # time, synced, numbered; one each tick, for the lag
         self._wal = LogReader(f"{stages.data}/append", by_seq=True)
 
     # --- what the replica asks ---------------------------------------------------------------------------------------
 
     def take(self, duty: Duty) -> None:
-        """Count under another version from now on: each follower confirms anew once it has promised it."""
+        """Count under another version from now on. Each follower confirms again once it has promised that version."""
+        self._told_at = max(self._told_at, duty.as_of)
         if duty.register == self.register:
             return
         self.duty, self.register, self._asked = duty, duty.register, []
@@ -128,33 +199,40 @@ class Leading:
             follower.link.send(wire.RegisterText(self.register.encode()))
 
     def asks(self, isr: list[str]) -> None:
-        """A change of the ISR is about to be written."""
+        """Note that a change of the ISR is about to be written."""
         self._asked.append(frozenset(isr))
 
     def may_join(self, replica: str) -> bool:
-        """Return True if it has on disk all that is committed, and the record of the epoch, under this version."""
-        follower = self.followers.get(replica)
+        """Return True if it has all committed records and the record of the epoch on disk, under this version."""
+        follower, delay = self.followers.get(replica), self.delays.get(replica)
+        if delay is not None and delay.slow_since is not None and self._keeps_up():
+            return False
         least = max(self.hw, self.epoch_seq)
         return follower is not None and self.epoch_seq > 0 and self.synced >= least and follower.position >= least
 
-    def hears(self, replica: str) -> bool:
-        return self._has_heard(replica, self.lag_s)
+    def _keeps_up(self) -> bool:
+        """Return True if the ISR commits as it is. If not, a slow replica is better than too few."""
+        others = [each for each in self.register.isr if each != self.me]
+        return 1 + len(others) >= self.register.min_insync and not any(map(self.is_behind, others))
 
-    def _has_heard(self, replica: str, within_s: float) -> bool:
+    def hears(self, replica: str) -> bool:
         follower = self.followers.get(replica)
-        return follower is not None and time.monotonic() - follower.heard < within_s
+        return follower is not None and time.monotonic() - follower.heard < self.lag_s
 
     def is_behind(self, replica: str) -> bool:
-        """Return True if it is silent, or has not reached what was on our disk the lag ago."""
+        """Return True if it is silent, or has not reached the seq that was on our disk one lag ago."""
         follower = self.followers.get(replica)
         since = min(follower.reached, follower.heard) if follower is not None else self._gone.get(replica, self._began)
         return time.monotonic() - since > self.lag_s
 
+    def is_slow(self, replica: str) -> bool:
+        """Return True if it has long taken a multiple of the others' time to confirm."""
+        return replica in self.delays and self.delays[replica].has_been_slow(self.lag_s)
+
     @property
     def stands(self) -> bool:
-        """Return True if for the lag nothing was committed that was numbered, or nothing could be numbered."""
-        is_starting = self.stages.page.read().role == STARTING
-        patience = self.lag_s * (_START_LAGS if is_starting else 1)  # all have to change their roles first
+        """Return True if for one lag no numbered record was committed, or no record could be numbered."""
+        patience = self.lag_s * (1 if self._has_opened else _START_LAGS)  # at first all brokers have to change roles
         if not self.epoch_seq:
             patience = max(patience, HUNG_S)
         begins = [since for since in (self.stands_since, self._idles_since) if since is not None]
@@ -185,11 +263,13 @@ class Leading:
                 if has_begun and stages.durability_starts() != starts:
                     self.is_spent = True
                 is_starting = stages.page.read().role == STARTING
-                if is_starting and 0 < self.epoch_seq <= min(self.hw, stages.routed_seq()):
+                is_due = is_starting and 0 < self.epoch_seq <= min(self.hw, stages.routed_seq())
+                if is_due and time.monotonic() < self._leads_until:
+                    self._has_opened = True
                     stages.page.open_doors()
                     self.log.info("doors_opened", epoch=self.epoch, hw=self.hw)
-                await asyncio.sleep(_LOOK_S if is_starting else _TICK_S)
-            await asyncio.Event().wait()  # the replica asks for another epoch (replica.py)
+                await asyncio.sleep(_LOOK_S if is_starting and not self._has_opened else _TICK_S)
+            await asyncio.Event().wait()  # the replica requests another epoch (replica.py)
         finally:
             loop.remove_reader(stages.synced)
 
@@ -202,7 +282,7 @@ class Leading:
     def close(self) -> None:
         for link in self._links:
             link.close()
-        self.followers.clear()  # what they have still said counts in this epoch only
+        self.followers.clear()  # the last messages of followers count only in this epoch
         self._blocks.clear()
         if self._ring is not None:
             self._ring.close()
@@ -213,27 +293,50 @@ class Leading:
             self._turn()
         except BlockingIOError:
             return
-        except Exception as err:  # a callback has nobody to tell: `run` raises it
+        except Exception as err:  # a callback cannot raise to anyone: `run` raises it
             self._failed = err
 
     def _look(self) -> None:
-        """Take a turn, and see who keeps up."""
+        """Take a turn, and check which followers keep up."""
         self._turn()
         self._sample()
         is_short = 1 + sum(map(self.hears, self.followers)) < self.register.min_insync
-        # Nobody else is elected before our session has ended, which takes one TTL of silence.
-        session_s = self.stages.settings.session_ttl
-        is_unsure = 1 + sum(self._has_heard(each, session_s) for each in self.followers) < self.register.min_insync
-        self.stages.page.refuse(is_short, is_unsure)
-        is_idle = is_short or not self.epoch_seq  # nothing that was numbered stands then
+        self.stages.page.refuse(is_short)
+        self._prove()
+        is_idle = is_short or not self.epoch_seq  # then no numbered record is waiting
         self._idles_since = (self._idles_since or time.monotonic()) if is_idle else None
 
+    def _prove(self) -> None:
+        """Publish until when this broker surely leads, and close the doors after that time."""
+        now, page, needed = time.monotonic(), self.stages.page, self.register.min_insync - 1
+        sent_after = sorted((each.sent_after for each in self.followers.values()), reverse=True)
+        if not needed:
+            self._sure_at = now
+        elif len(sent_after) >= needed:
+            self._sure_at = max(self._sure_at, sent_after[needed - 1])
+        self._ticks = self._ticks[1], now
+        # No other broker is elected before our session has ended, which takes one TTL of silence.
+        page.lead_until(self._sure_at + self.stages.settings.session_ttl, self._leads_until)
+        if page.read().role == LEADING and now >= self._leads_until:
+            page.close_doors()
+            self.log.warn(
+                "doors_closed",
+                epoch=self.epoch,
+                reason="neither Consul nor enough followers have answered for KMQ_SESSION_TTL and KMQ_REPLICA_LAG",
+                effect="clients are sent to the other brokers; the doors open again when either answers",
+            )
+
+    @property
+    def _leads_until(self) -> float:
+        """When the doors close, unless leadership is proved again before."""
+        return max(self._sure_at, self._told_at) + self.stages.settings.session_ttl + self.lag_s
+
     def _turn(self) -> None:
-        """Take what was framed and synced since the last turn; send it, and count."""
+        """Send the blocks framed since the last turn that are synced, and compute hw."""
         ring = self._ring
         if ring is None:
             return
-        # Only those that were released are looked at: there are many more where a follower keeps the others waiting.
+        # Look only at released blocks: if a follower delays the others, there are many more blocks.
         while self._blocks and not ring.has(self._blocks[first := next(iter(self._blocks))].position or 0):
             del self._blocks[first]
         for at, block in ring.take():
@@ -252,7 +355,7 @@ class Leading:
         self._count()
 
     async def _send_snapshot(self) -> None:
-        """Send producers.ckpt to the followers whenever it is another one: it speaks of committed records only."""
+        """Send producers.ckpt to the followers whenever it changes. It covers only committed records."""
         path = dedupe_file.path(self.stages.data)
         file = file_id(path)
         if file is not None and file != self._snapshot_file:
@@ -270,12 +373,13 @@ class Leading:
                 follower.link.send(self._snapshot)
 
     def _sample(self) -> None:
-        """Note how far we are, and who has reached what was there before."""
+        """Record how far we are, and which followers have reached an earlier sample."""
         now, samples = time.monotonic(), self._samples
         if not samples or now - samples[-1][0] >= _TICK_S:
             samples.append((now, self.synced, self.numbered))
             while now - samples[0][0] > 2 * self.lag_s + 1:
                 samples.popleft()
+            self._measure(now)
         for follower in self.followers.values():
             reached = bisect_right(samples, follower.position, key=lambda sample: sample[1])
             if reached:
@@ -286,10 +390,22 @@ class Leading:
         else:
             self.stands_since = samples[reached - 1][0] if reached else (self.stands_since or samples[0][0])
 
+    def _measure(self, now: float) -> None:
+        """Measure how long each follower took to confirm since the last tick, beside the others in the ISR."""
+        isr = self.register.isr
+        for replica, follower in self.followers.items():
+            delay = self.delays[replica]
+            sample = follower.ack_delay(now, delay.seconds or 0.0)
+            others = [self.delays[each].seconds for each in isr if each != replica and each in self.delays]
+            # A follower outside the ISR may have much to catch up on, so its delay says nothing about its disk.
+            if sample is not None and (replica in isr or delay.slow_since is not None):
+                delay.add(sample, [each for each in others if each is not None], now)
+            delay.judge(self.lag_s, now)
+
     # --- counting ----------------------------------------------------------------------------------------------------
 
     def _count(self) -> None:
-        """Raise hw to what every replica that can be elected has on its disk."""
+        """Raise hw to the seq that every electable replica has on its disk."""
         register = self.register
         if self.is_over:
             return
@@ -305,10 +421,10 @@ class Leading:
         self._tell()
 
     def _tell(self) -> None:
-        """Tell followers hw, where no data that follows soon says it: a text costs each side as much as a block."""
+        """Send hw to followers, unless data that soon follows carries it: a text costs each side as much as a block."""
         now = time.monotonic()
         for follower in self.followers.values():
-            has_more = follower.sent < self.numbered and follower.has_room()  # it is sent after our next sync
+            has_more = follower.sent < self.numbered and follower.has_room()  # more data is sent after our next sync
             if (follower.sent_hw < self.hw and not has_more) or now - follower.told > _BEAT_S:
                 follower.sent_hw, follower.told = self.hw, now
                 follower.link.send(wire.Hw(self.hw))
@@ -316,7 +432,7 @@ class Leading:
     # --- followers ---------------------------------------------------------------------------------------------------
 
     async def serve(self, link: Link, message: wire.Message) -> None:
-        """Serve one follower's connection to its end. `message`: the first that has come."""
+        """Serve one follower's connection until it ends. `message`: the first one received."""
         replica = link.peer.replica
         follower = FollowerLink(link)
         if link.peer.max_line < self.stages.settings.max_line:
@@ -324,7 +440,7 @@ class Leading:
         self._links.add(link)
         try:
             while True:
-                follower.heard = time.monotonic()
+                follower.heard, follower.sent_after = time.monotonic(), self._ticks[0]
                 if isinstance(message, wire.FetchText) and self._begin(follower, message):
                     follower.reached = min(follower.reached, self._gone.pop(replica, follower.reached))
                     former, self.followers[replica] = self.followers.get(replica), follower
@@ -333,7 +449,7 @@ class Leading:
                     self._push(follower)
                 elif isinstance(message, wire.Have):
                     if self.followers.get(replica) is not follower:
-                        return  # before it was compared, or after a newer connection
+                        return  # its logs were not compared yet, or a newer connection has begun
                     self._have(follower, message)
                 elif isinstance(message, wire.FilesText) and self.epoch_seq:
                     nbytes = await send_files(link, self.stages.data)
@@ -349,7 +465,7 @@ class Leading:
             link.close()
 
     def _begin(self, follower: FollowerLink, fetch: wire.FetchText) -> bool:
-        """Compare a follower's end with our log; return True if it may go on from there."""
+        """Compare a follower's end with our log; return True if it may continue from there."""
         link, register, position = follower.link, self.register, fetch.next - 1
         epochs = self._epochs
         if epochs is None or not self.epoch_seq or fetch.epoch != self.epoch:
@@ -366,7 +482,7 @@ class Leading:
         if position < self._confirmed.get(link.peer.replica, 0):
             link.send(wire.RefusedText("went_back"))
             return False
-        # An empty directory gets the files too: not all that routing depends on needs to have a record (bootstrap.py).
+        # An empty directory gets the files too, because routing may depend on facts without a record (bootstrap.py).
         if not position or fetch.next < wal.first_seq(self.stages.data):
             link.send(wire.Gone(wal.first_seq(self.stages.data)))
             return False
@@ -393,27 +509,27 @@ class Leading:
         self._count()
 
     def _push(self, follower: FollowerLink) -> None:
-        """Send what a follower lacks and has room for."""
+        """Send a follower the records that it lacks and has room for."""
         ring = self._ring
         while ring is not None and follower.has_room() and follower.sent < self.synced:
             chunk = self._blocks.get(follower.sent + 1)
             if chunk is None or not ring.has(chunk.position or 0):
                 chunk = self._read(follower.sent + 1)
                 if chunk is None or chunk.first != follower.sent + 1:
-                    if chunk is not None:  # retention has deleted what comes next: it asks again, and hears so
+                    if chunk is not None:  # retention deleted the next records: it asks again, and is told
                         follower.link.close()
                     return
             elif chunk.last > self.synced:
                 return
             follower.link.send(wire.Data(self.epoch, *chunk[:4], self.hw, chunk.lines))
             if chunk.position is not None and not ring.has(chunk.position):
-                follower.link.close()  # it was released, perhaps written over, before all of it was sent: the crc is wrong
+                follower.link.close()  # released, perhaps overwritten, before all of it was sent: its crc is wrong
                 return
             follower.is_sent(chunk.last, len(chunk.lines))
             follower.sent_hw, follower.told = self.hw, time.monotonic()
 
     def _read(self, low: int) -> SentBlock | None:
-        """Return records from the WAL, up to where the tail goes on."""
+        """Return records from the WAL, up to the first block in the ring."""
         high = min(self.synced, next((first - 1 for first in self._blocks if first > low), self.synced))
         try:
             first, lines = self._wal.read(low, _READ_BYTES)

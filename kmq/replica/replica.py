@@ -1,26 +1,33 @@
-"""One replica of a shard: its session, its promise, and its part in elections. roles.py moves the data.
+"""One replica of a shard: its session in Consul, its promise, and its part in elections. roles.py moves the data.
 
-    live          enter; then turn after turn, until it is told to stop
-    enter         a session, who we are (identity), the lock of our key
-    turn          wait for a change of register or notes; beat; promise; say so in our note; act on it; change the ISR, elect
+Example: the register names us leader of epoch 8. We promise it on disk, write that into our note, and then lead.
 
-Owner       The process kmq/replica/__main__.py. All of it is Steps: the tests carry them out in any order they like.
-Invariant   A register is promised, on disk, before our note or any other write speaks of its version.
-            We promise only a register that descends from our promise. If it does not, and a second read that a majority
-            has confirmed says the same, the register went back: nothing is changed and nobody elected, until it descends
-            again.
-            An epoch that this replica led before its start is never led again: it resigns.
+    live          enter; then turn after turn, until told to stop
+    enter         begin a session, find out who we are (identity), lock our key
+    turn          wait for a change of register or notes; beat; promise; write our note; act; change the ISR, elect
+
+Owner       The process kmq/replica/__main__.py. All of it is Steps, which the tests carry out in any order they like.
+Invariant   A register is promised, on disk, before our note or any other write names its version.
+            We promise only a register that descends from our promise. If it does not, we read it again from a majority
+            of Consul's servers. If that says the same, the register went back: nothing is changed and nobody elected
+            until it descends from our promise again.
+            An epoch that this replica led before its start is never led again: the replica resigns.
             A change of the ISR counts for the leader before it is written (Work.asks).
-Identity    Each session begins with a mark that is on our disk before it is in Consul. So we are the replica of our id
-            unless the key has a mark that this directory has not written, or notes more than it has. Then this is a copy,
-            or an older state, and takes a new id, without a promise. Where the register went back this is not asked, nor
-            where the note is this process's last: what the directory lacks since, the process has cut itself.
-            A key that another session holds two TTLs long is that of a copy: 69. Unless Consul went back, or the key names
-            our own address: then that may be a session of our own, from a former start, and we enter once it has ended.
-Room        Without room for a promise, or for our identity, we give our key back and wait, as if we were not there.
-Consul      A lost answer, a lost session, a write that another one overtook: each only costs time, because every
-            decision begins with a read, and every write is a cas of what was read.
-Waiting     Who has just entered, or has reached Consul again, elects nobody for one TTL: others come back meanwhile.
+Identity    Each session begins with a mark that is on our disk before it is in Consul. So we are the replica of our id,
+            unless the key has a mark that this directory has not written, or its note reports more than our disk has.
+            Then this directory is a copy, or an older state, and takes a new id without a promise. This is not checked
+            where the register went back, nor where the note is this process's last one: then the process itself has cut
+            the records that the directory lacks.
+            A broker has at most one living replica, because its name is locked in the same Txn as the key of its
+            replica. If another session holds our key, this directory is a copy. If another id holds our broker's name,
+            this is a second machine under that name. Either ends the process with 69, but only after two TTLs. So a
+            broker that was killed, or whose disk was wiped, enters once its former session is over. If Consul went
+            back, or the holder has our own address, that session may last longer, and we wait for it.
+Room        Without room for a promise or for our identity, we release our key and wait, as if we were not there.
+Consul      A lost answer, a lost session or an overtaken write only costs time, because every decision begins with a
+            read, and every write is a cas of the version that was read.
+Waiting     A replica that has just entered, or has reached Consul again, elects nobody for one TTL, because others
+            return in that time.
 """
 
 import contextlib
@@ -43,17 +50,18 @@ from kmq.replica.wire import NOBODY, Peer
 
 WENT_BACK, UNREADABLE = PROBLEMS[1:]
 
-_TURNS = 4  # within the life of a session; each has a beat
-_AGAIN_S = 0.1  # while our key is held, or its lock is not given out yet
-_LOST_S = 0.5  # until Consul is asked again
-_FORGOTTEN_S = 180.0  # an agent compares what it has with Consul's servers every one to two minutes
-_NOTE_S = 10.0  # between two notes that only say that our end has moved
+_TURNS = 4  # within the life of a session; each turn sends a beat
+_AGAIN_S = 0.1  # between two tries while our key is held, or Consul does not grant its lock yet
+_LOST_S = 0.5  # between two tries while Consul does not answer
+_FORGOTTEN_S = 180.0  # an agent compares its state with Consul's servers every one to two minutes
+_NOTE_S = 10.0  # between two notes whose only news is our position and the time
 
 
 class Duty(NamedTuple):
-    """What the promised register asks of the replica `me`. `leader`: the leader's address, "" if nobody knows it.
+    """What the promised register asks of the replica `me`. `leader`: the leader's address, "" if unknown.
 
-    `doors`: the leader's broker, and its ports for clients; `is_open`: Consul knows that they are open in this epoch.
+    `doors`: the leader's broker, and its ports for clients. `is_open`: Consul knows that they are open in this epoch.
+    `as_of`: when Consul was last known to say so (monotonic); it was asked no earlier.
     """
 
     register: Register
@@ -61,49 +69,56 @@ class Duty(NamedTuple):
     leader: str
     doors: tuple[tuple[str, str], ...] = ()
     is_open: bool = False
+    as_of: float = 0.0
 
 
 class Work(Protocol):
-    """The data: who moves it (roles.py), and what it says for elections and the ISR."""
+    """The data side: moves the data (roles.py), and answers questions for elections and the ISR."""
 
     def act(self, duty: Duty | None) -> None:
-        """Do what this duty asks for from now on; None: nothing, because this directory has another id now."""
+        """Do what this duty asks from now on. None: stop, because this directory has another id now."""
 
     def stored(self) -> int:
         """Return the seq of the last record in the WAL."""
 
     def position(self) -> tuple[int, int]:
-        """Return (epoch, seq) of the last record that a power cut leaves."""
+        """Return (epoch, seq) of the last record that survives a power cut."""
 
     def adopt(self, lineage: str) -> None:
-        """Take the lineage of the shard, with a directory that has no records. Raises CorruptError."""
+        """Take the lineage of the shard, for a directory without records. Raises CorruptError."""
 
     def doors(self) -> dict[str, str]:
-        """Return the addresses of the ports for clients, as others reach them."""
+        """Return the addresses of our ports for clients, as other machines reach them."""
 
     def went_back(self) -> bool:
-        """Return True once if the leader remembers more of us than we have."""
+        """Return True once, if the leader knows that we once had more than we have now."""
 
     def opened(self) -> int:
-        """Return the epoch in which we lead with open doors; 0: they are not open."""
+        """Return the epoch in which we lead with open doors; 0: the doors are closed."""
+
+    def followed(self) -> int:
+        """Return the epoch whose leader we are connected to; 0: not connected."""
 
     def is_spent(self, epoch: int) -> bool:
-        """Return True if we lead this epoch and cannot go on."""
+        """Return True if we lead this epoch and cannot continue."""
 
     def stands(self) -> bool:
-        """Return True if we lead, and what we have numbered has not been committed for the lag."""
+        """Return True if we lead, and no numbered record has been committed for the lag."""
 
     def asks(self, isr: list[str]) -> None:
-        """A change of the ISR is about to be written."""
+        """Note that a change of the ISR is about to be written."""
 
     def may_join(self, replica: str) -> bool:
-        """Return True if this replica has on disk all that it needs to be elected, under our version."""
+        """Return True if this replica has on disk all that an elected leader needs, under our version."""
 
     def hears(self, replica: str) -> bool:
-        """Return True if this replica has answered within the lag."""
+        """Return True if this replica has answered within the last lag."""
 
     def is_behind(self, replica: str) -> bool:
-        """Return True if this replica has been silent for the lag, or lacks what was on our disk that long ago."""
+        """Return True if this replica was silent for the lag, or lacks a record that was on our disk that long ago."""
+
+    def is_slow(self, replica: str) -> bool:
+        """Return True if this replica delays every acknowledgement to a multiple of the others' time."""
 
 
 class Replica:
@@ -123,7 +138,7 @@ class Replica:
         log: Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`lag_s`: after it the ISR goes on without who is away. `address`: where other replicas reach us."""
+        """`lag_s`: after it the ISR continues without an absent replica. `address`: where other replicas reach us."""
         self.files, self.keys, self.log = files, keys, log
         self._broker, self._lineage, self._ttl_s, self._lag_s = broker, lineage, ttl_s, lag_s
         self._work, self._address = work, address
@@ -131,17 +146,17 @@ class Replica:
         self.problem = ""  # WENT_BACK, UNREADABLE, or ""
         self.seen: tuple[ShardView, float] | None = None  # what Consul said in the last turn, and when (unix seconds)
         self._presence = Presence(ttl_s, keeps_keys=True)
-        self._position = 0  # of the watch of the register
+        self._position = 0  # index of the watch on the register
         self._found = ""  # the last former session of ours that held our key
-        self._start = ""  # the mark with which our session began
-        self._lock = ""  # the session that has locked our key last
-        self._note: Note | None = None  # as we have written it last
+        self._start = ""  # the mark of our session's start
+        self._lock = ""  # the session that last locked our key
+        self._note: Note | None = None  # the last note that we wrote
         self._noted_at = 0.0
         self._reached: float | None = None  # since when Consul answers
-        self._is_lost = False  # it does not, and the log has that
-        self._is_full = False  # what has to be on disk before we go on found no room
+        self._is_lost = False  # Consul does not answer, and that was logged
+        self._is_full = False  # a file that must be written before we continue found no room
         self._elections = 0
-        self._resigned = -math.inf  # when hw stood, and we let another one lead
+        self._resigned = -math.inf  # when we last resigned because hw stood still
         promised = files.promised
         self._spent = promised.epoch if promised is not None and promised.leader == files.identity.id else 0
 
@@ -154,7 +169,7 @@ class Replica:
         return "leading" if promised.leader == self.files.identity.id else "following"
 
     def publish(self, row: Row) -> None:
-        """Say in the row of the stats page where this replica stands."""
+        """Write the state of this replica into its row of the stats page."""
         promised, is_waiting = self.files.promised, self._reached is None and self._is_lost
         state = "ready" if self._reached is not None else "waiting" if is_waiting else "starting"
         row.state = STATES.index("disk_full" if self._is_full else state)
@@ -170,7 +185,7 @@ class Replica:
         row.waits_since = (row.waits_since or now) if is_waiting else 0
 
     def live(self) -> Steps[None]:
-        """Take part until told to stop. Raises BusyError if another process holds our id, CorruptError."""
+        """Take part until told to stop. Raises BusyError if another process has our id, CorruptError."""
         has_entered = False
         while not self._is_stopping():
             try:
@@ -206,7 +221,7 @@ class Replica:
         self._reached, self._position = None, 0
 
     def _wait_for_room(self, error: OSError) -> Steps[None]:
-        """Give our key back, and do nothing, for a while: who can promise nothing can neither lead nor be elected."""
+        """Release our key and do nothing for a while: a replica that cannot promise can neither lead nor be elected."""
         if not self._is_full:
             effect = "this broker leaves its shard until there is room"
             self.log.warn("disk_full", file=error.filename or self.files.data, lacks="disk_full", effect=effect)
@@ -218,9 +233,9 @@ class Replica:
         yield Pause(_LOST_S)
 
     def _leave(self, has_entered: bool) -> Steps[None]:
-        """Say where we stand, and give our key back."""
+        """Write our last note, and release our key."""
         try:
-            if has_entered and self._lock == self._presence.session:  # else who has written the key since is not known
+            if has_entered and self._lock == self._presence.session:  # if not, another may have written the key
                 yield from self._say(self._new_note())
             yield from self._presence.close()
         except ConsulError as error:
@@ -236,23 +251,20 @@ class Replica:
         yield from self._presence.open()
         while not self._is_stopping():
             yield from self._presence.beat()
-            identity, asked_at = self.files.identity, self._clock()  # what is read may be older than when we hear it
+            identity, asked_at = self.files.identity, self._clock()  # the answer may be older than it looks
             view = yield from read_shard(self.keys)
-            member = view.members.get(identity.id)
-            if member is not None and member.session not in ("", self._presence.session):
+            member, holder = view.members.get(identity.id), self._holder(view)
+            if holder is not None:
                 held_since = self._clock() if held_since is None else held_since
-                if member.note.start in identity.starts[:-1] or member.session == self._lock:
-                    self._say_found(member, "it is ended, and the replica goes on")
-                    yield from consul.destroy_session(member.session)
+                if holder.note.start in identity.starts[:-1] or holder.session == self._lock:
+                    self._say_found(holder, "it is ended, and the replica goes on")
+                    yield from consul.destroy_session(holder.session)
                 elif not _descends(view.register, self.files.promised):
-                    pass  # Consul went back: a session of our own that died may be back, for some minutes
-                elif asked_at - held_since > 2 * self._ttl_s:  # a session of our own that died is gone by now
-                    if member.note.replica != self._address() or asked_at - held_since > _FORGOTTEN_S:
-                        who = f"broker {member.note.broker}, session {member.session}"
-                        raise BusyError(
-                            f"replica {identity.id} is held by another process ({who}): this directory is a copy"
-                        )
-                    self._say_found(member, "the replica enters once Consul has noticed that it ended")
+                    pass  # Consul went back: a dead session of ours may be back for some minutes
+                elif asked_at - held_since > 2 * self._ttl_s:  # a dead session of ours would be over by now
+                    if holder.note.replica != self._address() or asked_at - held_since > _FORGOTTEN_S:
+                        raise BusyError(self._held_by(holder))
+                    self._say_found(holder, "the replica enters once Consul has noticed that it ended")
                 yield Pause(_AGAIN_S)
             elif not self._is_ours(view, member):
                 why = "another directory has started under the id" if member is not None else "Consul has no note of it"
@@ -266,12 +278,29 @@ class Replica:
             else:
                 yield Pause(_AGAIN_S)
 
-    def _say_found(self, member: Member, effect: str) -> None:
-        """Log that a former session of ours holds our key, because Consul was restored, or we ask another agent now.
+    def _holder(self, view: ShardView) -> Member | None:
+        """Return the living replica that keeps us from entering: the one with our id, or else the one of our broker."""
+        living = [each for each in view.members.values() if each.session not in ("", self._presence.session)]
+        same = [each for each in living if each.id == self.files.identity.id]
+        return next(iter(same or [each for each in living if each.note.broker == self._broker]), None)
 
-        Where it was restored the agent does not know the session's check, which passes until the agent compares what it
-        has with Consul's servers. If we have written a later mark since, or this process has begun it, that it is ours
-        is certain, and it can be ended.
+    def _held_by(self, holder: Member) -> str:
+        """Return why this replica cannot enter beside the living one."""
+        identity, note = self.files.identity, holder.note
+        if holder.id == identity.id:
+            who = f"broker {note.broker}, session {holder.session}, at {note.replica}"
+            return f"replica {identity.id} is held by another process ({who}): this directory is a copy"
+        return (
+            f"broker {note.broker} of the shard {identity.shard} runs already (replica {holder.id}, at {note.replica});"
+            " give this one a KMQ_BROKER of its own, or end that one first"
+        )
+
+    def _say_found(self, member: Member, effect: str) -> None:
+        """Log that a former session of ours holds our key, because Consul was restored or we ask another agent now.
+
+        After a restore the agent does not know the session's check, which passes until the agent compares its state
+        with Consul's servers. If we have written a later mark since, or this process began the session, it is certainly
+        ours and can be ended.
         """
         if member.session != self._found:
             self.log.warn("replica_own_session_found", session=member.session, start=member.note.start, effect=effect)
@@ -281,8 +310,8 @@ class Replica:
         """Return True if we are the replica of our id, as far as Consul can tell."""
         identity, promised = self.files.identity, self.files.promised
         if promised is not None and not _descends(view.register, promised):
-            return True  # the register went back, and the notes with it: they say nothing
-        if member is None:  # under a hold Consul has been emptied since: it says nothing, and who has a promise votes
+            return True  # the register went back, and the notes with it: they prove nothing
+        if member is None:  # under a hold Consul was emptied: a missing key proves nothing, a promise gives a vote
             is_hold = view.register is not None and not view.register.leader
             return not identity.starts or (is_hold and promised is not None)
         if member.note == self._note:
@@ -291,7 +320,7 @@ class Replica:
         return identity.knows(member.note.start) and (version, self._work.stored()) >= self._noted(member)
 
     def _take_new_id(self, why: str) -> None:
-        """Go on as another replica, without a promise."""
+        """Continue as another replica, without a promise."""
         before, new = self.files.identity, new_identity(self.files.identity.shard)
         self.log.warn("replica_new_id", before=before.id, id=new.id, reason=why, effect="it joins as a new one")
         self._work.act(None)
@@ -302,18 +331,23 @@ class Replica:
         return member.note.version.number if member.note.version is not None else 0, member.note.end
 
     def _take_key(self, member: Member | None) -> Steps[bool]:
-        """Put the mark of this start into our key, and lock it. Return False if the key has changed, or is not given."""
+        """Write the mark of this start into our key, and lock our key and our broker's name.
+
+        Return False if the key has changed, or a lock is not granted: another replica of our broker may have been
+        faster.
+        """
         identity = self.files.identity
         key, note = self.keys.note(identity.id), self._new_note(identity.coming)
         unchanged = KvOperation("check-not-exists", key)
         if member is not None:
             unchanged = KvOperation("check-index", key, version=member.modified)
+        session = self._presence.session
+        ours = KvOperation("lock", key, encode_note(note), session=session)
+        name = KvOperation("lock", self.keys.broker(self._broker), identity.id.encode(), session=session)
         try:
-            yield from consul.txn(
-                [unchanged, KvOperation("lock", key, encode_note(note), session=self._presence.session)]
-            )
+            yield from consul.txn([unchanged, ours, name])
         except Conflict:
-            yield from self._presence.check()  # no lock is ever given to a session that has ended
+            yield from self._presence.check()  # no lock is ever granted to a session that has ended
             return False
         self.files.save(identity.started())
         self._start, self._note, self._noted_at = identity.coming, note, self._clock()
@@ -325,7 +359,7 @@ class Replica:
     def _turn(self) -> Steps[None]:
         watched = yield from consul.watch(self.keys.root, self._position, self._ttl_s / _TURNS)
         self._position = watched.position
-        yield from self._presence.beat()  # after the wait: who was stopped meanwhile does nothing with what it has read
+        yield from self._presence.beat()  # after the wait: a process stopped meanwhile must not use what it read
         view = view_of(self.keys, watched.entries)
         self.seen = view, time.time()
         ours = view.members.get(self.files.identity.id)
@@ -335,30 +369,31 @@ class Replica:
             self._reached, self._is_lost = self._clock(), False
         yield from self._promise(view)
         register = view.register if not self.problem and view.register == self.files.promised else None
-        if register is not None:  # before we say so: from here on nothing is confirmed or counted that the note lacks
+        if register is not None:  # before the note says so: then nothing is confirmed or counted that it lacks
             self._act(view, register)
         yield from self._show_promise(view)
-        note, noted = self._new_note(), ours.note  # as Consul has it: one that was restored has an older one
-        is_due = note != noted._replace(epoch=note.epoch, end=note.end) or self._clock() - self._noted_at >= _NOTE_S
-        is_due |= note.end < noted.end  # after a cut: a start that has less is another replica
-        if note != noted and is_due:
+        note, noted = self._new_note(), ours.note  # as Consul has it; a restored one is older
+        is_due = note != noted._replace(epoch=note.epoch, end=note.end, at=note.at)
+        is_due |= note.end < noted.end  # after a cut: a later start that has less than the note says is another replica
+        if is_due or self._clock() - self._noted_at >= _NOTE_S:
             yield from self._say(note)
         if register is not None and register == self.files.promised:
             yield from self._decide(view, register)
 
     def _act(self, view: ShardView, register: Register) -> None:
         leader, duty = view.members.get(register.leader), Duty(register, self.files.identity.id, "")
+        duty = duty._replace(as_of=self._presence.beaten)
         if leader is not None:
             doors = (("broker", leader.note.broker), *leader.note.doors)
             duty = duty._replace(leader=leader.note.replica, doors=doors, is_open=leader.note.opened == register.epoch)
-        # What came of an epoch that it led before its start is not known.
+        # The outcome of an epoch that it led before its start is unknown.
         is_spent = register.leader == duty.me and register.epoch == self._spent
         self._work.act(None if is_spent else duty)
 
     def why_not(self, peer: Peer) -> str:
-        """Return why nobody is this replica of this broker, as far as we know; "": somebody is, and lives.
+        """Return why a peer is not accepted as this replica of this broker; "" if Consul knows it as alive.
 
-        Who only compares is nobody (compare.py).
+        A peer that only compares is always accepted (compare.py).
         """
         if peer.replica == NOBODY:
             return ""
@@ -368,7 +403,7 @@ class Replica:
         return "" if member.note.broker == peer.broker else "another_broker"
 
     def _promise(self, view: ShardView) -> Steps[None]:
-        """Promise the register if we may; else find out what is wrong with it."""
+        """Promise the register if allowed; else find out what is wrong with it."""
         promised, register = self.files.promised, view.register
         if view.unreadable:
             self._has(UNREADABLE, view.unreadable)
@@ -391,7 +426,7 @@ class Replica:
                     self.log.info("replica_role", role=self.role, epoch=register.epoch, leader=leader)
 
     def _show_promise(self, view: ShardView) -> Steps[None]:
-        """Show the text of our promise while the register went back, for `kmq cluster recover`."""
+        """Write our promise to Consul while the register went back, for `kmq cluster recover`."""
         me = self.files.identity.id
         shown, wanted = view.promises.get(me), self.files.promised if self.problem == WENT_BACK else None
         if shown == wanted:
@@ -428,11 +463,12 @@ class Replica:
         version = promised.version if promised is not None else None
         epoch, end = self._work.position()
         found = Note(self._broker, start or self._start, version, epoch, end, lineage=self._lineage)
-        doors = tuple(self._work.doors().items())
-        return found._replace(replica=self._address(), doors=doors, opened=self._work.opened())
+        found = found._replace(replica=self._address(), doors=tuple(self._work.doors().items()))
+        at = round(time.time(), 3)
+        return found._replace(opened=self._work.opened(), follows=self._work.followed(), at=at)
 
     def _say(self, note: Note) -> Steps[None]:
-        """Write our note. Raises SessionLost if our key is not locked by us any more."""
+        """Write our note. Raises SessionLost if we no longer hold the lock of our key."""
         key = self.keys.note(self.files.identity.id)
         try:
             yield from consul.txn([KvOperation("lock", key, encode_note(note), session=self._presence.session)])
@@ -443,7 +479,7 @@ class Replica:
     # --- leading and electing ----------------------------------------------------------------------------------------
 
     def _decide(self, view: ShardView, register: Register) -> Steps[None]:
-        """Do what our role asks for, under the register that we have promised."""
+        """Do the work of our role under the promised register."""
         me = self.files.identity.id
         if register.leader == me:
             other = view.successor(without=me)
@@ -463,18 +499,18 @@ class Replica:
             yield from self._elect(view, view.successor(), "its leader is gone")
 
     def _has_waited(self) -> bool:
-        """Return True once Consul has answered for one TTL without a break."""
+        """Return True once Consul has answered for one TTL without a gap."""
         return self._reached is not None and self._clock() - self._reached >= self._ttl_s
 
     def _elect(self, view: ShardView, leader: str | None, reason: str) -> Steps[None]:
-        """Elect `leader`, if there is one. Whoever writes first is obeyed by all."""
+        """Elect `leader`, if it is not None. The first writer wins, and all obey it."""
         if leader is not None and view.register is not None and (yield from elect(self.keys, view, leader)):
             epoch = view.register.epoch + 1
             self._elections += 1
             self.log.info("replica_elected", leader=view.broker(leader), epoch=epoch, reason=reason)
 
     def _change_isr(self, view: ShardView, register: Register) -> Steps[bool]:
-        """As the leader, take in who has what we have, and leave out who has been away. Return True if one was due."""
+        """As the leader, add replicas that have what we have, remove absent ones. Return True if a change was due."""
         me, work = self.files.identity.id, self._work
         for member in view.members.values():
             if member.session and _may_join(view, register, member) and work.may_join(member.id):
@@ -483,20 +519,25 @@ class Replica:
         for away in register.isr:
             rest = [member for member in register.isr if member != away]
             is_heard = all(work.hears(member) for member in rest if member != me)
-            if away != me and len(rest) >= register.min_insync and is_heard and work.is_behind(away):
-                yield from self._write_isr(view, register, rest, "out", away)
+            if away == me or len(rest) < register.min_insync or not is_heard:
+                continue
+            if work.is_behind(away) or work.is_slow(away):
+                why = "behind" if work.is_behind(away) else "slow"
+                yield from self._write_isr(view, register, rest, "out", away, reason=why)
                 return True
         return False
 
-    def _write_isr(self, view: ShardView, register: Register, isr: list[str], what: str, who: str) -> Steps[None]:
+    def _write_isr(
+        self, view: ShardView, register: Register, isr: list[str], what: str, who: str, **why: str
+    ) -> Steps[None]:
         self._work.asks(isr)
         if (yield from write(self.keys, view, register.with_isr(isr))):
             brokers = ",".join(map(view.broker, isr))
-            self.log.info("replica_isr", isr=brokers, broker=view.broker(who), change=what)
+            self.log.info("replica_isr", isr=brokers, broker=view.broker(who), change=what, **why)
 
 
 def hear(files: ReplicaFiles, register: Register) -> Register | None:
-    """Promise a version of our epoch that its leader has told us. Return what is promised; None if we may not."""
+    """Promise a version of our epoch that its leader has sent. Return the promised register; None if not allowed."""
     promised = files.promised
     if promised is None or (promised.epoch, promised.leader) != (register.epoch, register.leader):
         return None
@@ -518,12 +559,12 @@ def _difference(register: Register | None, promised: Register | None) -> str:
 
 
 def _may_join(view: ShardView, register: Register, member: Member) -> bool:
-    """Return True if it is of one of the shard's brokers, and no living member of the ISR is of the same one."""
+    """Return True if it belongs to a broker of the shard that has no other living replica in the ISR."""
     is_taken = any(view.is_alive(each) and view.broker(each) == member.note.broker for each in register.isr)
     return member.id not in register.isr and member.note.broker in register.brokers and not is_taken
 
 
 def _joined(view: ShardView, isr: tuple[str, ...], member: Member) -> list[str]:
-    """Return the ISR with a new member, which takes the place of its broker's former replica."""
+    """Return the ISR with a new member, which replaces the former replica of its broker."""
     others = [each for each in isr if each not in view.members or view.broker(each) != member.note.broker]
     return [*others, member.id]

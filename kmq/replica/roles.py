@@ -1,9 +1,10 @@
-"""What this broker does in its shard: it waits, follows, or leads; and the process that keeps it doing so.
+"""Roles: what this broker does in its shard (wait, follow or lead), and the process that runs it.
 
-    live        the session and the register (replica.py), the port (wire.py), and the role: all in one event loop
-    Roles       Leading (lead.py) or Following (follow.py), in one epoch, until the promised register asks for another role
+    live        runs session and register (replica.py), port (wire.py) and role in one event loop
+    Roles       runs Leading (lead.py) or Following (follow.py) for one epoch, until the promised register asks for
+                another role
 
-Between two roles the stages let go of everything (stages.py).
+Between two roles the stages release everything (stages.py).
 """
 
 import asyncio
@@ -36,7 +37,7 @@ from kmq.replica.files import ReplicaFiles
 from kmq.replica.follow import Following, WentBack
 from kmq.replica.lead import HUNG_S, Leading
 from kmq.replica.replica import Duty, Replica, hear
-from kmq.replica.shard import ShardKeys, document
+from kmq.replica.shard import ShardKeys, ShardView, document, replaced_isr
 from kmq.replica.stages import Stages
 
 _BEAT_S = 0.5
@@ -46,20 +47,20 @@ class Office(Protocol):
     """Leading (lead.py) or Following (follow.py), in one epoch."""
 
     duty: Duty
-    is_over: bool  # another epoch was promised: nothing is confirmed or counted any more
+    is_over: bool  # another epoch was promised: no more confirmations are sent or counted
 
     def take(self, duty: Duty) -> None:
-        """Go on under another version of the register of this epoch."""
+        """Continue under another version of the register of this epoch."""
 
     async def run(self) -> None:
-        """Do it until cancelled."""
+        """Play the role until cancelled."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
 
 
 class Roles:
-    """Keeps this broker in the role that its last promise asks for. It is the Work of the replica."""
+    """Keeps this broker in the role that its last promise asks for. Implements replica.Work."""
 
     def __init__(self, stages: Stages, files: ReplicaFiles, broker: str, secret: bytes) -> None:
         self.stages, self.files, self.settings = stages, files, stages.settings
@@ -71,25 +72,50 @@ class Roles:
         self._asked_at = 0.0  # when the promised register asked for this role
         self._changed = asyncio.Event()
         self._is_ending = self._went_back = False
-        self._end = 0, 0  # epoch and seq of the end of the WAL, while no stage works
+        self._end = 0, 0  # epoch and seq of the end of the WAL, while no stage runs
 
-    def publish(self, row: Row) -> None:
-        """Say in the row of the stats page what this broker does, after Replica.publish has said what was promised.
+    def publish(self, row: Row, view: ShardView | None) -> None:
+        """Write the role of this broker into its row of the stats page. Call it after Replica.publish.
 
-        A follower is behind while it is out of the ISR, a leader while hw stands.
+        A follower lags while it is out of the ISR, a leader while hw stands. `view`: the last answer of Consul.
         """
         page, leading, following, now = self.stages.page, self.leading, self.following, time.monotonic_ns()
-        role = page.read().role
-        row.role, row.hw = 1 + role, page.hw if role != WAITING else row.hw or self.stages.shown()  # role 0: no value
-        row.followers = len(leading.followers) if leading is not None else 0
+        is_cut_off = following is not None and following.is_away
+        role = WAITING if is_cut_off else page.read().role
+        row.role, row.seq = 1 + role, page.hw if role != WAITING else row.seq or self.stages.shown()  # role 0: no value
+        row.connections = len(leading.followers) if leading is not None else 0
+        row.isr_replaced = int(view is not None and bool(replaced_isr(view)))
+        self.stages.stats.publish_followers(self._followers(view))
         row.cut_records = self.stages.cut_records
         if leading is not None:
             row.behind_since = int((leading.stands_since or 0) * 1e9)
         else:
             row.behind_since = 0 if following is None or row.in_isr else row.behind_since or now
 
+    def _followers(self, view: ShardView | None) -> list[tuple[str, dict[str, int]]]:
+        """Return what a leader knows about each other broker of its shard."""
+        leading = self.leading
+        if leading is None or view is None:
+            return []
+        isr = {view.broker(replica) for replica in leading.register.isr}
+        replicas = {view.broker(replica): replica for replica in leading.delays}
+        replicas |= {follower.link.peer.broker: replica for replica, follower in leading.followers.items()}
+        found = []
+        for name in leading.register.brokers:
+            replica = replicas.get(name, "")
+            follower, delay = leading.followers.get(replica), leading.delays.get(replica)
+            fields = {"in_isr": int(name in isr), "connected": int(follower is not None)}
+            if follower is not None:
+                fields["lag"] = max(0, leading.synced - follower.position)
+            if delay is not None and delay.seconds is not None:
+                fields["ack_delay_us"] = max(1, round(delay.seconds * 1e6))
+                fields["slow_since"] = round((delay.slow_since or 0) * 1e9)
+            if name != self._broker:
+                found.append((name, fields))
+        return found
+
     def me(self) -> wire.Me:
-        """Return what other replicas are told of this one."""
+        """Return what this replica tells other replicas about itself."""
         lineage, settings = identity.lineage(self.stages.data), self.settings
         return wire.Me(settings.shard, lineage, self._broker, self.files.identity.id, LEVEL, settings.max_line)
 
@@ -98,7 +124,7 @@ class Roles:
         return self.leading or self.following
 
     async def run(self) -> None:
-        """Change roles until `end`. Raises what a role has failed with."""
+        """Change roles until `end`. Raises the error of a role that failed."""
         await self.stages.leave()
         while not self._is_ending:
             self._changed.clear()
@@ -116,7 +142,7 @@ class Roles:
                 await self.stages.leave()
 
     async def _play(self, role: Office) -> None:
-        """Run a role until the duty is another one."""
+        """Run a role until the duty asks for another one."""
         task = asyncio.ensure_future(role.run())
         try:
             while not self._is_ending and self._duty is not None and is_same(self._duty, role.duty):
@@ -132,14 +158,14 @@ class Roles:
                 await task
             except asyncio.CancelledError:
                 if (ours := asyncio.current_task()) is not None and ours.cancelling():
-                    raise  # else the end of the process waits for ever
+                    raise  # if not, the end of the process would wait for ever
             except WentBack:
                 self._duty, self._went_back = None, True
             finally:
                 role.close()
 
     async def end(self) -> None:
-        """End in order: a leader goes on until its stages have drained, because they wait for hw."""
+        """End in order: a leader continues until its stages have drained, because they wait for hw."""
         if self.leading is not None:
             await self.stages.await_end()
         self._is_ending = True
@@ -149,12 +175,12 @@ class Roles:
 
     async def _call(self, address: str) -> wire.Link:
         if self._tls is not None:
-            with contextlib.suppress(ConfigError):  # only one file is replaced yet: those before stay in force
+            with contextlib.suppress(ConfigError):  # only one file is replaced yet: the old ones stay in force
                 self._tls = client_context(self.settings)
         return await wire.call(address, self.me(), self._secret, self._tls, self.settings.session_ttl)
 
     async def serve(self, link: wire.Link) -> None:
-        """Serve who has proved to be of the shard."""
+        """Serve a peer that has proved to be of the shard."""
         first = await link.read()
         if link.peer.replica == wire.NOBODY:
             before = self.stages.bootstraps
@@ -165,7 +191,7 @@ class Roles:
             link.send(wire.RefusedText("not_leader"))
 
     def _is_replaced(self, bootstraps: int) -> bool:
-        """Return True if a bootstrap is being put in place, or was after so many."""
+        """Return True if a bootstrap is being put in place, or was since the count was `bootstraps`."""
         return self.stages.bootstraps != bootstraps or (
             self.following is not None and self.following.replaced is not None
         )
@@ -173,11 +199,7 @@ class Roles:
     # --- what the replica asks (replica.Work) ------------------------------------------------------------------------
 
     def act(self, duty: Duty | None) -> None:
-        following, doors = self.following, tuple[tuple[str, str], ...]()
-        if duty is not None and duty.register.leader != duty.me:
-            agrees = following is not None and is_same(duty, following.duty) and following.has_agreed
-            doors = duty.doors if duty.is_open or agrees else ()
-        self.stages.show_doors(doors)
+        self.stages.show_doors(self._doors(duty))
         if duty is not None and (self._duty is None or not is_same(duty, self._duty)):
             self._asked_at = time.monotonic()
         self._duty = duty
@@ -187,6 +209,15 @@ class Roles:
             else:
                 self.role.is_over = True
         self._changed.set()
+
+    def _doors(self, duty: Duty | None) -> tuple[tuple[str, str], ...] | None:
+        """Return the addresses that our doors pass clients to under this duty; see Stages.show_doors."""
+        if duty is None or duty.register.leader == duty.me:
+            return ()
+        following = self.following if self.following is not None and is_same(duty, self.following.duty) else None
+        if following is not None and following.is_away:
+            return None
+        return duty.doors if duty.is_open or (following is not None and following.has_agreed) else ()
 
     def stored(self) -> int:
         if self.following is not None and self.following.replaced is not None:
@@ -214,7 +245,7 @@ class Roles:
                 f"KMQ_DATA={data!r}: has records or topics of the lineage {mine}, the shard has {lineage}: it is no"
                 " replica of this shard; nothing was changed"
             )
-        segment.remove(segment.survey(f"{data}/append"))  # empty; their indexes name our lineage
+        segment.remove(segment.survey(f"{data}/append"))  # they are empty; their indexes name our lineage
         replace_file(f"{data}/lineage", f"{lineage}\n".encode())
 
     def doors(self) -> dict[str, str]:
@@ -231,6 +262,10 @@ class Roles:
         leading = self.leading
         return leading.epoch if leading is not None and self.stages.page.read().role == LEADING else 0
 
+    def followed(self) -> int:
+        following = self.following
+        return following.epoch if following is not None and following.is_connected else 0
+
     def is_spent(self, epoch: int) -> bool:
         return self.leading is not None and self.leading.epoch == epoch and self.leading.is_spent
 
@@ -240,7 +275,7 @@ class Roles:
             return False
         if leading is not None and is_same(duty, leading.duty):
             return leading.stands
-        # A stage that hangs has not let go of the former role: another member of the ISR may be able to lead.
+        # A stage that hangs has not released the former role: another member of the ISR may be able to lead.
         return time.monotonic() - self._asked_at > HUNG_S
 
     def asks(self, isr: list[str]) -> None:
@@ -256,9 +291,12 @@ class Roles:
     def is_behind(self, replica: str) -> bool:
         return self.leading is not None and self.leading.is_behind(replica)
 
+    def is_slow(self, replica: str) -> bool:
+        return self.leading is not None and self.leading.is_slow(replica)
+
 
 def is_same(duty: Duty, other: Duty) -> bool:
-    """Return True if both are of the same role in the same epoch."""
+    """Return True if both ask for the same role in the same epoch."""
     mine, theirs = duty.register, other.register
     return (duty.me, mine.epoch, mine.leader) == (other.me, theirs.epoch, theirs.leader)
 
@@ -278,7 +316,7 @@ def advertised(settings: Settings) -> str:
 
 
 async def _beat(page: StatsPage, owner: FileLock, roles: Roles, publish: Callable[[Row], None]) -> None:
-    """Keep the row of the replica up to date. Raises RetryError once nobody can find what it holds any more."""
+    """Keep the row of the replica up to date. Raises RetryError once a file that it holds was removed or replaced."""
     row = page.rows[REPLICA]
     while True:
         row.heartbeat = time.monotonic_ns()
@@ -291,19 +329,19 @@ async def _beat(page: StatsPage, owner: FileLock, roles: Roles, publish: Callabl
 
 
 def _show(settings: Settings, found: dict[str, Any]) -> None:
-    """Leave what Consul says for the gateway. Not synced: after a crash it is written again at once."""
+    """Write Consul's answer for the gateway. It is not synced: after a crash it is written again at once."""
     path = f"{settings.pipes}/cluster.json"
     try:
         with open(f"{path}.new", "w", encoding="ascii") as file:
             file.write(json.dumps(found))  # json.dump would encode it in Python
         os.rename(f"{path}.new", path)
     except OSError as err:
-        if err.errno not in FULL:  # a full disk: what is there says by `as_of` that it is old
+        if err.errno not in FULL:  # on a full disk the old content stays, and its `as_of` tells its age
             raise
 
 
 async def _await_signal(is_told: Callable[[], bool]) -> None:
-    """Return once a signal says to end. `is_told`: whether one has come already."""
+    """Return once a signal asks to end. `is_told`: whether one came before."""
     told, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
@@ -312,9 +350,9 @@ async def _await_signal(is_told: Callable[[], bool]) -> None:
 
 
 async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Callable[[], bool], log: Logger) -> None:
-    """Take part in the shard until told to end. `is_told`: whether a signal has come already."""
+    """Take part in the shard until told to end. `is_told`: whether a signal came before."""
     place, has_ended = Place.of(settings), asyncio.Event()
-    if bootstrap.settle(settings.data):  # no stage works: they were let go before it was begun
+    if bootstrap.settle(settings.data):  # no stage runs: they let go before it was begun
         log.info("bootstrap_finished", reason="a kill had interrupted it")
     files = ReplicaFiles(settings.data, settings.shard)
     stages = Stages(settings, page, describe(REPLICA, settings.data, settings.instance), log)
@@ -340,7 +378,7 @@ async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Ca
     def publish(row: Row) -> None:
         nonlocal shown
         replica.publish(row)
-        roles.publish(row)
+        roles.publish(row, replica.seen[0] if replica.seen is not None else None)
         if tls is not None:
             tls.look()
         if replica.seen is not None and replica.seen is not shown:

@@ -1,16 +1,18 @@
-"""A shard as Consul has it: its register, and what each replica says of itself. And who may write the register.
+"""Shard: the keys of a shard in Consul: its register, and a note of each replica. And the writes of the register.
 
     replicas/<shard>/register         the register (kmq/cluster/register.py), changed by cas only
-    replicas/<shard>/<replica id>     a note, locked by the session of its replica; it stays when the replica does not
+    replicas/<shard>/<replica id>     a note, locked by the session of its replica; it outlives the replica
+    replicas/<shard>/broker/<name>    locked by the session of the one replica of this broker; its value is the replica
+    id
     replicas/<shard>/<replica id>/promise   the text of its promise, only while the register does not descend from it
 
-Invariant   A register is only written over the one that was read: the cas lets one writer through. No lock is needed.
-            Nobody is elected but a living member of the ISR that can promise the register.
-Recovery    The newest promise becomes a hold: a register without a leader. Only when brokers - min_insync + 1 replicas
-            have promised that, one of the last known ISR among them, the one that has most is elected. So one of them is of
-            each ISR that ever committed, also where disks were replaced since, and none of them confirms anything more
-            to a former leader.
-Unknown     Nobody knows what came of a write that got no answer. The caller reads again, and decides anew.
+Invariant   A register is only written over the version that was read: the cas lets one writer win, without a lock.
+            Only a living member of the ISR that can promise the register is elected.
+Recovery    The newest promise becomes a hold: a register without a leader. A leader is elected only when
+            brokers - min_insync + 1 replicas have promised the hold, and one of the last known ISR is among them. It is
+            the replica that has most. So the voters include a member of each ISR that ever committed, even if disks
+            were replaced since, and none of them confirms anything more to a former leader.
+Unknown     The outcome of a write without an answer is unknown. The caller reads again, and decides again.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ from kmq.cluster.register import Register, UnreadableRegister, Version, begin, c
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.message.routing import LEVEL
 
-_LOOK_S = 0.1  # between two looks at what others do
+_LOOK_S = 0.1  # between two looks at the notes of others
 
 
 class ShardKeys:
@@ -43,14 +45,19 @@ class ShardKeys:
     def note(self, replica: str) -> str:
         return self.root + replica
 
+    def broker(self, name: str) -> str:
+        return f"{self.root}broker/{name}"
+
     def promise(self, replica: str) -> str:
         return f"{self.root}{replica}/promise"
 
 
 class Note(NamedTuple):
-    """What a replica says of itself. `version`: its promise; `epoch`, `end`: its last record on disk.
+    """What a replica says about itself. `version`: its promise; `epoch`, `end`: its last record on disk.
 
-    `opened`: the epoch in which it leads with open doors; 0: its doors are not open.
+    `opened`: the epoch in which it leads with open doors; 0: the doors are closed. `follows`: the epoch whose leader it
+    is connected to; 0: not connected; None: an older release, which does not tell. `at`: when all this was true, unix
+    seconds.
     """
 
     broker: str
@@ -60,24 +67,28 @@ class Note(NamedTuple):
     end: int = 0
     level: int = LEVEL
     lineage: str = ""
-    replica: str = ""  # host:port by which other replicas reach it
-    doors: tuple[tuple[str, str], ...] = ()  # where its clients find it (kmq/broker/door.py): name, host:port
+    replica: str = ""  # host:port where other replicas reach it
+    doors: tuple[tuple[str, str], ...] = ()  # where its clients reach it (kmq/broker/door.py): name, host:port
     opened: int = 0
+    follows: int | None = None
+    at: float | None = None
 
 
 def encode_note(note: Note) -> bytes:
     """Return the value of a replica's key."""
-    fields = note._asdict() | {"version": note.version or ""} | dict(note.doors)
+    fields = note._asdict() | dict(note.doors)
     del fields["doors"]
-    return encode_fields(**fields)
+    return encode_fields(**{name: "" if value is None else value for name, value in fields.items()})
 
 
 def decode_note(value: bytes) -> Note:
-    """Return the note that a key holds; of a text that KMQ did not write an empty one, which says nothing."""
+    """Return the note that a key holds; an empty one if KMQ did not write the text."""
     fields = decode_fields(value)
     try:
         epoch, end, level = (int(fields[name]) for name in ("epoch", "end", "level"))
         opened = int(fields.get("opened", "0"))
+        follows = int(fields["follows"]) if "follows" in fields else None
+        at = float(fields["at"]) if "at" in fields else None
     except (KeyError, ValueError):
         return Note("", "")
     version, text = Version.parse(fields.get("version", "")), fields.get
@@ -93,11 +104,13 @@ def decode_note(value: bytes) -> Note:
         text("replica", ""),
         doors,
         opened,
+        follows,
+        at,
     )
 
 
 class Member(NamedTuple):
-    """A replica that has ever been let in. It is alive while a `session` has its key locked; "": none has."""
+    """A replica that has ever entered. It is alive while a `session` has its key locked; "": it is not."""
 
     id: str
     note: Note
@@ -106,7 +119,8 @@ class Member(NamedTuple):
 
 
 class ShardView(NamedTuple):
-    """What was read in one Txn. `modified`: version of the register's key, 0: there is none; `unreadable`: why it is.
+    """What one Txn read. `modified`: version of the register's key, 0: no register. `unreadable`: why it cannot be
+    read.
 
     `promises`: of replicas from whose promise the register does not descend.
     """
@@ -121,20 +135,25 @@ class ShardView(NamedTuple):
         """Return True if the key of this replica is locked."""
         return replica in self.members and self.members[replica].session != ""
 
+    def is_following(self, member: Member) -> bool:
+        """Return True if its note says that it is connected to the leader, or is of a release that does not tell."""
+        follows, epoch = member.note.follows, self.register.epoch if self.register is not None else 0
+        return follows is None or follows >= epoch  # a later epoch: the register went back
+
     def broker(self, replica: str) -> str:
-        """Return the broker of a replica; its id if nobody knows."""
+        """Return the broker of a replica; its id if that is unknown."""
         member = self.members.get(replica)
         return member.note.broker if member is not None and member.note.broker else replica
 
     @property
     def known_level(self) -> int:
-        """The level that every broker of the shard knows; 0 while one is away, which may be of any release."""
+        """The level that every broker of the shard knows; 0 while one is away, because it may be of any release."""
         names = self.register.brokers if self.register is not None else ()
         living = [each.note for each in self.members.values() if each.session and each.note.broker in names]
         return min(note.level for note in living) if {note.broker for note in living} == {*names} else 0
 
     def successor(self, without: str = "") -> str | None:
-        """Return who may lead next: of the living members of the ISR the one that has most; None if there is none."""
+        """Return the next leader: the living member of the ISR that has most; None if no member is alive."""
         register = self.register
         if register is None:
             return None
@@ -158,7 +177,7 @@ def read_shard(keys: ShardKeys) -> Steps[ShardView]:
 
 
 def view_of(keys: ShardKeys, entries: list[KvEntry]) -> ShardView:
-    """Return what these entries say."""
+    """Return the view that these entries make."""
     members = {}
     promises: dict[str, Register] = {}
     register, modified, unreadable = None, 0, ""
@@ -173,24 +192,49 @@ def view_of(keys: ShardKeys, entries: list[KvEntry]) -> ShardView:
         elif "/" not in name:
             members[name] = Member(name, decode_note(entry.value), entry.session, entry.version)
         elif name.endswith("/promise"):
-            with contextlib.suppress(
-                UnreadableRegister
-            ):  # of a later release: its replica counts as one that says nothing
+            with contextlib.suppress(UnreadableRegister):  # of a later release: treat the note as empty
                 promises[name.removesuffix("/promise")] = decode(entry.value, entry.key)
     return ShardView(register, modified, members, unreadable, promises)
 
 
+ISR_REPLACED = "isr_replaced"
+WAY_BACK = (
+    "run kmq down on all brokers; kmq cluster detach on the one whose records count, and kmq cluster reset on the others;"
+    " start all with a new KMQ_SHARD, then: kmq cluster init --shard <new name> --brokers {brokers} --from <that one>"
+)
+
+
+def replaced_isr(view: ShardView) -> list[str]:
+    """Return the brokers of the ISR if all of them run, but each with another directory; else [].
+
+    Then nobody can be elected any more. It happens when all volumes were restored from a backup, or emptied.
+    """
+    register = view.register
+    if register is None or not register.leader or any(map(view.is_alive, register.isr)):
+        return []
+    living = {member.note.broker for member in view.members.values() if member.session}
+    brokers = {view.broker(replica) for replica in register.isr}
+    return sorted(brokers) if brokers <= living else []
+
+
+def way_back(view: ShardView) -> str:
+    """Return the advice for an operator after the ISR was replaced."""
+    return WAY_BACK.format(brokers=",".join(view.register.brokers if view.register is not None else ()))
+
+
 def document(shard: str, broker: str, view: ShardView) -> dict[str, Any]:
-    """Return what `kmq cluster status --json` prints, and the gateway reads from pipes/cluster.json."""
+    """Return the document that `kmq cluster status --json` prints and the gateway reads from pipes/cluster.json."""
     register = view.register
     brokers: dict[str, Any] = dict.fromkeys(register.brokers) if register is not None else {}
-    for member in sorted(view.members.values(), key=lambda member: bool(member.session)):  # the living one is shown
+    isr = register.isr if register is not None else ()
+    # Of several replicas of a broker show the living one, and of two of those the one in the ISR.
+    for member in sorted(view.members.values(), key=lambda member: (bool(member.session), member.id in isr)):
         promised, problem = member.note.version, ""
         if member.session and promised is not None and (register is None or not register.descends_from(promised)):
             problem = "register_went_back"
-        role = "waiting" if promised is None else "following"
+        role = "following" if promised is not None and view.is_following(member) else "waiting"
         if register is not None and register.leader == member.id:
-            role = "leading" if member.note.opened >= register.epoch else "starting"  # more: it went back
+            role = "leading" if member.note.opened >= register.epoch else "starting"  # later: the register went back
         brokers[member.note.broker] = {
             "replica": member.id,
             "alive": bool(member.session),
@@ -198,6 +242,7 @@ def document(shard: str, broker: str, view: ShardView) -> dict[str, Any]:
             "role": role if member.session else "",
             "version": promised.number if promised is not None else None,
             "end": member.note.end,
+            "as_of": member.note.at,
             "problem": problem,
             "doors": dict(member.note.doors),
         }
@@ -207,7 +252,7 @@ def document(shard: str, broker: str, view: ShardView) -> dict[str, Any]:
     elif register is None:
         problem = problem or "not begun"
     elif not view.is_alive(register.leader):
-        problem = problem or "no_leader"
+        problem = problem or (ISR_REPLACED if replaced_isr(view) else "no_leader")
     ours = brokers.get(broker)
     return {
         "shard": shard,
@@ -225,11 +270,39 @@ def document(shard: str, broker: str, view: ShardView) -> dict[str, Any]:
     }
 
 
+def shortage(view: ShardView) -> str:
+    """Return what a shard with a living leader lacks, and what that means; "" if Consul knows of no shortage."""
+    register = view.register
+    if register is None or not view.is_alive(register.leader):
+        return ""
+    living = {member.note.broker for member in view.members.values() if member.session}
+    in_isr = {view.broker(replica) for replica in register.isr if view.is_alive(replica)}
+    away = [name for name in register.brokers if name not in living]
+    behind = [name for name in register.brokers if name in living and name not in in_isr]
+    others = [each for each in view.members.values() if each.session and each.id != register.leader]
+    cut_off = sorted(each.note.broker for each in others if not view.is_following(each))
+    found = []
+    if len(in_isr) < register.min_insync:
+        found.append(
+            f"not_enough_replicas: nothing is committed, because {len(in_isr)} of the ISR live and {register.min_insync}"
+            " must have a message"
+        )
+    if view.members[register.leader].note.opened < register.epoch:
+        found.append(f"doors_closed: {view.broker(register.leader)} leads and its ports are not open")
+    if away:
+        found.append(f"broker_away: {', '.join(away)}")
+    if behind:
+        found.append(f"not_in_isr: {', '.join(behind)}")
+    if cut_off:
+        found.append(f"not_following: {', '.join(cut_off)} (no connection to the leader)")
+    return "; ".join(found)
+
+
 # --- writes ----------------------------------------------------------------------------------------------------------
 
 
 def write(keys: ShardKeys, view: ShardView, register: Register, also: Sequence[KvOperation] = ()) -> Steps[bool]:
-    """Put a register in the place of the one that was read. Return False if another writer was first."""
+    """Write a register over the one that was read. Return False if another writer was first."""
     try:
         yield from consul.txn([cas(keys.register, register.encode(), view.modified), *also])
     except Conflict:
@@ -247,10 +320,10 @@ def elect(keys: ShardKeys, view: ShardView, leader: str) -> Steps[bool]:
 def init(
     keys: ShardKeys, brokers: list[str], min_insync: int | None, dry_run: bool, origin: str | None = None
 ) -> Steps[tuple[Register, str]]:
-    """Begin a shard once all of its brokers are there and wait. Return the register, and the broker that leads first.
+    """Create a shard once all its brokers are present. Return the register, and the broker that leads first.
 
-    `origin`: the broker whose records the shard begins with; None: of whoever has any. Raises ConfigError, RetryError if
-    brokers are missing, and CorruptError if more than one has records, or another one than `origin`.
+    `origin`: the broker whose records the shard begins with; None: the only one that has records. Raises ConfigError,
+    RetryError if brokers are missing, and CorruptError if several have records, or another one than `origin`.
     """
     check_size(brokers, min_insync)
     if origin is not None and origin not in brokers:
@@ -278,7 +351,7 @@ def init(
     if full and origin is not None and full != [origin]:
         raise CorruptError(f"shard {keys.shard}: not {origin}, but {full[0]} has records; nothing was changed")
     first = origin or (full[0] if full else brokers[0])
-    note = replicas[first].note  # a directory that has left another shard has the epochs of that
+    note = replicas[first].note  # a directory that has left another shard has the epochs of that shard
     level = min(LEVEL, *(member.note.level for member in replicas.values()))
     register = begin(note.lineage, brokers, min_insync, replicas[first].id, note.epoch + 1, level)
     if not dry_run and not (yield from write(keys, view, register)):
@@ -287,7 +360,7 @@ def init(
 
 
 def _check_is_new(keys: ShardKeys, view: ShardView) -> None:
-    """Raise ConfigError if the shard was begun before."""
+    """Raise ConfigError if the shard was created before."""
     if view.modified:
         raise ConfigError(view.unreadable or f"shard {keys.shard}: is there already; see: kmq cluster status")
     for member in view.members.values():
@@ -300,7 +373,7 @@ def _check_is_new(keys: ShardKeys, view: ShardView) -> None:
 
 
 def resign(keys: ShardKeys, broker: str) -> Steps[str | None]:
-    """If this broker leads, let it hand its office to another member of the ISR, and return that one's broker.
+    """If this broker leads, hand the leadership to another member of the ISR, and return that member's broker.
 
     Returns None if it does not lead. Raises RetryError if no other member of the ISR is alive.
     """
@@ -317,9 +390,9 @@ def resign(keys: ShardKeys, broker: str) -> Steps[str | None]:
 
 
 def await_open(keys: ShardKeys, broker: str, patience_s: float) -> Steps[str]:
-    """Return the broker that leads with open doors, once that is another one than `broker`.
+    """Return the broker that leads with open doors, once it is another one than `broker`.
 
-    Raises RetryError if the time is over, or if `broker` leads again.
+    Raises RetryError if that takes longer than `patience_s`, or if `broker` leads again.
     """
     until, why = time.monotonic() + patience_s, "nobody leads"
     while time.monotonic() < until:
@@ -338,18 +411,18 @@ def await_open(keys: ShardKeys, broker: str, patience_s: float) -> Steps[str]:
 
 # --- a register that was lost ----------------------------------------------------------------------------------------
 
-_AWAITED_S = 30.0  # within which living replicas promise a hold
-_MOST = 60  # shown promises that are deleted at once: of replicas that will not come back, too
+_AWAITED_S = 30.0  # time for living replicas to promise a hold
+_MOST = 60  # shown promises deleted in one Txn, including those of replicas that will not return
 
 
 class CannotRecover(KmqError):
-    """Too few replicas are there, or their promises fork. Nothing was changed; the text ends with a table."""
+    """Too few replicas are present, or their promises fork. Nothing was changed. The text ends with a table."""
 
 
 class RecoveryPlan(NamedTuple):
-    """What recovery would do. `base`: the newest promise, from which those of all `brokers` descend or are the same.
+    """What recovery would do. `base`: the newest promise; the promises of all `brokers` are its ancestors, or equal.
 
-    `enough`: replicas that must promise the hold before one of them is elected.
+    `enough`: the number of replicas that must promise the hold before one of them is elected.
     """
 
     base: Register
@@ -358,7 +431,8 @@ class RecoveryPlan(NamedTuple):
 
 
 def plan_recovery(keys: ShardKeys, view: ShardView, origin: str | None = None) -> RecoveryPlan | None:
-    """Return how the register comes back; None if it is the newest of all promises. `origin`: broker whose branch counts.
+    """Return how to recover the register; None if it is the newest of all promises. `origin`: the broker whose branch
+    counts.
 
     Raises CannotRecover, RetryError if a replica has not shown its promise yet, ConfigError for an unreadable register.
     """
@@ -368,6 +442,18 @@ def plan_recovery(keys: ShardKeys, view: ShardView, origin: str | None = None) -
     promised = {each.id: each.note.version for each in view.members.values() if each.session and each.note.version}
     newer = {id: v for id, v in promised.items() if register is None or not register.descends_from(v)}
     if register is not None and register.leader and not newer:
+        if brokers := replaced_isr(view):
+            raise CannotRecover(
+                f"shard {keys.shard}: the register is the newest promise, but no replica of its ISR is there:"
+                f" {', '.join(brokers)} run with other directories, restored ones or new ones, so nobody can be elected"
+                f" and nobody knows what is missing. {way_back(view)}\n{_table(view)}"
+            )
+        if not any(map(view.is_alive, register.isr)):
+            away = ", ".join(sorted(map(view.broker, register.isr)))
+            raise CannotRecover(
+                f"shard {keys.shard}: the register is the newest promise, but none of its ISR is here; start one of"
+                f" {away}. If their disks are lost for good: {way_back(view)}\n{_table(view)}"
+            )
         return None
     texts = {text.version: text for id, text in view.promises.items() if text.version == promised.get(id)}
     hidden = sorted(view.broker(id) for id, version in newer.items() if version not in texts)
@@ -391,7 +477,7 @@ def plan_recovery(keys: ShardKeys, view: ShardView, origin: str | None = None) -
             f" {', '.join(others)}; {choose} reset the others (kmq down, kmq cluster reset, kmq up)\n{_table(view)}"
         )
     enough = len(base.brokers) - base.min_insync + 1
-    if origin is not None:  # who was reset has nothing to say, so nobody waits for it
+    if origin is not None:  # a replica that was reset has no promise, so nobody waits for it
         fresh = [each for each in view.members.values() if each.session and each.note.version is None]
         enough = max(1, enough - len(fresh))
     if what := _missing(view, base, promised.keys(), enough):
@@ -400,7 +486,7 @@ def plan_recovery(keys: ShardKeys, view: ShardView, origin: str | None = None) -
 
 
 def _missing(view: ShardView, base: Register, replicas: Collection[str], enough: int) -> str:
-    """Return why these replicas do not know all that may have been committed; "" if they do."""
+    """Return why these replicas may not know every committed record; "" if they do."""
     count = len({*map(view.broker, replicas)} & {*base.brokers})
     if count < enough:
         return f"{count} of its replicas have promised it, {enough} are needed: another may know more. Start the others"
@@ -419,10 +505,10 @@ def _table(view: ShardView) -> str:
 
 
 def recover(keys: ShardKeys, view: ShardView, plan: RecoveryPlan, patience_s: float = _AWAITED_S) -> Steps[str]:
-    """Carry out a plan that was made of this view, and return the broker that leads.
+    """Carry out a plan made from this view, and return the broker that leads.
 
-    Raises CannotRecover if too few promise the hold: the next run goes on from there. Raises RetryError if another
-    writer was first.
+    Raises CannotRecover if too few replicas promise the hold: the next run continues from there. Raises RetryError if
+    another writer was first.
     """
     held = view.register
     if held != plan.base or held.leader:

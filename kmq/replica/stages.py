@@ -1,12 +1,15 @@
-"""The stages of this broker, as `replica` sees them, and how they go from one role to the next.
+"""The four stages as the process `replica` controls them, and how they change from one role to the next.
 
-Owner       the process `replica` (lock pipes/replica.owner). It alone writes the role page (kmq/links/role.py).
-Change      the page says `waiting`, in a new generation; the stages let go; the rings are removed, and what is left in
-            the FIFO `raw` is read away; the WAL is cut where the new leader says so (follow.py); the next role begins.
-            A promotion is a start of the four stages on the directory as it lies.
-Invariant   Rings and WAL are touched only while no stage holds a lock (role.py says why none can come back meanwhile).
-            What was numbered, or waited, and is not in the WAL goes with the role. Nobody has had a reply to it.
-Stopped     A stage that is stopped or hangs keeps its lock, and the change of role waits for it: it may be in the
+Example: on a promotion the role page goes from `following` to `waiting`, and then to `leading` in a new generation.
+
+Owner       The process `replica` (lock pipes/replica.owner). It alone writes the role page (kmq/links/role.py).
+Change      The page says `waiting`, in a new generation. The stages release everything. The rings are removed, and the
+            rest of the FIFO `raw` is read and dropped. The WAL is cut where the new leader says (follow.py). Then the
+            next role begins. A promotion is a start of the four stages on the directory as it is.
+Invariant   Rings and WAL are changed only while no stage holds a lock (role.py says why none can return meanwhile).
+            Lines that were numbered, or waited, and are not in the WAL are dropped with the role. No client has had a
+            reply to them.
+Stopped     A stage that is stopped or hangs keeps its lock. The change of role waits for it, because it may be in the
             middle of a write.
 Crash       Each start of the process is a change of role.
 """
@@ -33,16 +36,16 @@ from kmq.log.segment import Limits
 from kmq.logfmt import Logger
 
 _LOOK_S = 0.02  # between two looks at the locks
-_TOLD_S = 10.0  # after it, who does not let go is named
-_ROOM_S = 0.5  # while the disk is full
-_NOTE_S = 1.0  # the file `committed` is at most this old
+_TOLD_S = 10.0  # after this time a stage that still holds a lock is named
+_ROOM_S = 0.5  # between two tries while the disk is full
+_NOTE_S = 1.0  # greatest age of the file `committed`
 _FIFO_BYTES = 1 << 16
-_FIFO_TOLD_S = 60.0  # between two log lines about lines that a shell has written on a follower
+_FIFO_TOLD_S = 60.0  # between two log lines about lines that a shell wrote on a follower
 _MESSAGES = re.compile(rb"(?m)^!c \S+ \d+ (\d+) ")
 
 
 class Stages:
-    """The stages of this broker, as `replica` sees them: the page, the locks, the rings, the FIFOs."""
+    """The stages of this broker: the page, the locks, the rings, the FIFOs."""
 
     def __init__(self, settings: Settings, stats: StatsPage, who: str, log: Logger) -> None:
         self.settings, self.stats, self.who, self.log = settings, stats, who, log
@@ -50,23 +53,23 @@ class Stages:
         self.page = RolePage.make(settings.instance, self.data_id)
         self.raw = open_fifo(settings.pipes, "raw")
         self.synced = open_fifo(settings.pipes, SYNCED)
-        self.dropped = 0  # messages that went with a role
+        self.dropped = 0  # messages dropped with a role
         self.cut_records = 0
-        self.bootstraps = 0  # whose files this process has begun to put in place
+        self.bootstraps = 0  # bootstraps that this process has begun to put in place
         self._noted, self._noted_at = read_committed(self.data), 0.0
         self._fifo_told = 0.0
         self._is_full = False
         self._fifo_lines = 0
-        self._looked_at = 0  # the time of topics/ when its requests were refused last
+        self._looked_at = 0  # mtime of topics/ when its requests were last refused
         self._mend()
 
     @property
     def ring(self) -> Identity:
-        """What the ring `framed` looks like."""
+        """The identity of the ring `framed`."""
         return ring_identity(self.settings, self.data_id, "framed")
 
     def durability_starts(self) -> int:
-        """How often durability was started; a change of role does not count."""
+        """How often durability was started, without changes of role."""
         return self.stats.rows["durability"].starts
 
     def routed_seq(self) -> int:
@@ -75,7 +78,7 @@ class Stages:
     # --- letting go --------------------------------------------------------------------------------------------------
 
     async def leave(self) -> None:
-        """End the role: return once no stage holds anything, and nothing of the role is left but the WAL."""
+        """End the role. Return once no stage holds anything, and only the WAL is left of the role."""
         self.page.leave()
         began, told = time.monotonic(), False
         while held := self._held():
@@ -107,31 +110,33 @@ class Stages:
         return True
 
     def _held(self) -> list[str]:
-        """Return who still holds something of the role."""
+        """Return the holders of the locks and rings that belong to the role."""
         pipes, data, instance = self.settings.pipes, self.data, self.settings.instance
         paths = [f"{pipes}/{name}.owner" for name in ("ingress", "raw", *layout.RINGS, received.NAME)]
         locks = [FileLock(path) for path in (*paths, f"{data}/append/.owner", f"{data}/topics/.owner")]
         found = [lock.holder() or lock.path for lock in locks if lock.is_held()]
         return found + [f"ring {name}" for name in (*layout.RINGS, received.NAME) if layout.is_held(instance, name)]
 
-    def show_doors(self, doors: tuple[tuple[str, str], ...]) -> None:
-        """Let the doors of this broker lead to these of the leader; (): nobody leads, as far as we know.
+    def show_doors(self, doors: tuple[tuple[str, str], ...] | None) -> None:
+        """Let this broker's doors pass clients to these of the leader; (): unknown; None: send clients elsewhere.
 
-        Only to a broker that has led in the epoch that we have promised. It follows nobody of that epoch, or an earlier
-        one, any more: so no circle of followers passes connections on to each other.
+        Call it only for a broker that has led in the epoch that we have promised. Such a broker no longer follows
+        anyone of that epoch or an earlier one, so followers never pass connections on in a circle.
         """
-        if dict(doors) != self.page.leader:
-            self.page.show_leader(dict(doors))
+        shown = None if doors is None else dict(doors)
+        if shown != self.page.leader:
+            self.page.show_leader(shown)
 
     def has_wal(self) -> bool:
         """Return True if a stage of this broker writes the WAL now."""
         return FileLock(f"{self.data}/append/.owner").is_held()
 
     def _mend(self) -> None:
-        """Cut a torn end of the WAL, and write lost indexes again, as durability does at its start, unless it runs.
+        """Cut a torn end of the WAL, and rebuild lost indexes, as durability does at its start. Skip it if durability
+        runs.
 
-        `replica` says where the WAL ends, and reads its epochs, before that start. After a power cut there may be a hole
-        in front of the last record, or a segment without an index.
+        `replica` needs the end and the epochs of the WAL before that start. After a power cut there may be a hole
+        before the last record, or a segment without an index.
         """
         lock = FileLock(f"{self.data}/append/.owner")
         if not wal.last_stored(self.data)[0] or not lock.try_acquire(self.who):
@@ -147,7 +152,7 @@ class Stages:
             lock.release()
 
     def _drop(self) -> None:
-        """Remove the rings, empty the FIFO, and say what went with them."""
+        """Remove the rings, empty the FIFO, and log what was dropped with them."""
         instance = self.settings.instance
         numbered = max(0, layout.last_seq(instance, "framed", self.ring) - wal.last_stored(self.data)[0])
         nbytes = layout.filling(instance, received.NAME).nbytes
@@ -160,17 +165,17 @@ class Stages:
             self.log.warn("lines_dropped_with_role", numbered=numbered, lines=lines, received=nbytes, effect=effect)
 
     def _empty_fifo(self) -> int:
-        """Read away what waits in `raw`; return how many messages that was, as far as the FIFO says it."""
+        """Read and drop what waits in `raw`; return how many messages that was, as far as the FIFO tells."""
         parts = []
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self.raw, _FIFO_BYTES):
                 parts.append(part)
         text = b"".join(parts)
-        plain = sum(1 for line in text.splitlines() if line and not line.startswith(b"!"))
+        plain = sum(1 for line in text.split(b"\n") if line and not line.startswith(b"!"))
         return plain + sum(int(count) for count in _MESSAGES.findall(text))
 
     def drop_fifo(self) -> None:
-        """As a follower, read away what a shell has written into `raw`: it must not surface at a later promotion."""
+        """As a follower, drop what a shell wrote into `raw`, so that a later promotion does not store it."""
         self._fifo_lines += self._empty_fifo()
         now = time.monotonic()
         if self._fifo_lines and now - self._fifo_told > _FIFO_TOLD_S:
@@ -179,7 +184,7 @@ class Stages:
             self._fifo_lines, self._fifo_told = 0, now
 
     def refuse_requests(self) -> None:
-        """As a follower, refuse what was laid into topics/: a later promotion would carry it out. Call it all the time."""
+        """As a follower, refuse requests under topics/: a later promotion would carry them out. Call it often."""
         with contextlib.suppress(FileNotFoundError):
             changed = os.stat(f"{self.data}/topics").st_mtime_ns
             if changed != self._looked_at:
@@ -190,15 +195,15 @@ class Stages:
 
     def epochs(self) -> Epochs:
         """Return where each epoch begins in the WAL as it lies."""
-        # Not from `shown` on: after a power cut queues have on disk only what router.ckpt vouches for.
+        # Not from `shown` on: after a power cut the queues are sure to be on disk only up to router.ckpt.
         return Epochs.load(self.data, checkpoint.routed_seq(self.data))
 
     def shown(self) -> int:
-        """The seq up to which records of this directory are committed for sure."""
+        """The seq up to which records of this directory are surely committed."""
         return shown_seq(self.data)
 
     def note_hw(self) -> None:
-        """Keep what is committed, for a start without a leader; call it all the time."""
+        """Save hw for a start without a leader. Call it often."""
         now = time.monotonic()
         if self.page.hw > self._noted and now - self._noted_at > _NOTE_S:
             self._noted_at = now
@@ -206,11 +211,11 @@ class Stages:
                 write_committed(self.data, self.page.hw)
                 self._noted = self.page.hw
             except OSError as err:
-                if err.errno not in FULL:  # a full disk: the file says less, which is true as well
+                if err.errno not in FULL:  # on a full disk the file keeps a lower hw, which is also true
                     raise
 
     async def await_end(self) -> None:
-        """Return once durability has let go of the WAL, at most after DRAIN_S."""
+        """Return once durability has released the WAL, or after DRAIN_S."""
         until = time.monotonic() + DRAIN_S
         while self.has_wal() and time.monotonic() < until:
             await asyncio.sleep(_LOOK_S)

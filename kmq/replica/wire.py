@@ -1,20 +1,21 @@
-"""The replica protocol (port 5677): texts between the leader of a shard and its followers, after a proof on both sides.
+"""The replica protocol (port 5677): messages between a shard's leader and its followers, after a proof on both sides.
 
     → !replica lineage=… broker=b replica=… level=2 max_line=… nonce=…
     ← !challenge broker=a replica=… level=2 max_line=… nonce=… mac=…
     → !proof mac=…                                                            ← !refused reason=not_leader
-    → !fetch version=31:0c1d… epoch=8 next=1024723 last=8 room=4194304        ← !data epoch=8 first=… … bytes=…, its bytes
+    → !fetch version=31:0c1d… epoch=8 next=1024723 last=8 room=4194304        ← !data epoch=8 first=… … bytes=…, its
+    bytes
 
 Text        A line of ASCII, at most LINE_BYTES: a word, then each field by its name, in the order of the classes below.
-            After `!data`, `!register`, `!file` and `!piece` come as many bytes as `bytes` says.
+            `!data`, `!register`, `!file` and `!piece` are followed by the number of bytes that `bytes` says.
 Proof       HMAC-SHA256 with the shard's secret over the direction, the shard, the lineage, and of both sides broker,
             replica, level, max_line and nonce. So no proof is good in another session, for another replica, or for the
-            other side. The server proves itself first: a follower shows its proof to nobody who does not know the secret.
-Memory      Before the proof: STRANGERS connections of BUFFER_BYTES each, HANDSHAKE_S long; the oldest has to go. After
-            it: one connection a replica, with READ_BYTES and one message at a time. Its peer is trusted to leave unread
-            no more than it has `room` for, and for DEAD_S at most.
-Faults      What the protocol does not allow raises WireError; it ends that connection and touches nothing else.
-Not covered Texts after the proof have no mac of their own: TLS protects them on a network that others can write to.
+            other side. The server proves itself first: a follower shows its proof only to a peer that knows the secret.
+Memory      Before the proof: STRANGERS connections of BUFFER_BYTES each, for HANDSHAKE_S; a new one evicts the oldest.
+            After it: one connection per replica, with READ_BYTES and one message at a time. Its peer is trusted to
+            leave unread at most the bytes that it has `room` for, and for DEAD_S at most.
+Faults      A breach of the protocol raises WireError, which ends that connection and changes nothing else.
+Not covered Texts after the proof have no mac of their own. TLS protects them on a network that others can write to.
 """
 
 import asyncio
@@ -36,18 +37,18 @@ from kmq.logfmt import Logger
 from kmq.message.record import count_lines
 
 LINE_BYTES = 1024
-BUFFER_BYTES, READ_BYTES = 4096, 256 << 10  # for texts, and the bytes that follow: before the proof, after it
+BUFFER_BYTES, READ_BYTES = 4096, 256 << 10  # for texts, and for texts with their bytes: before the proof, and after it
 REGISTER_BYTES = 64 << 10  # a register has at most 25 KB
 FILE_BYTES = 64 << 20  # a file is held in memory, on both sides
-PIECE_BYTES = 1 << 20  # of a file of a bootstrap
+PIECE_BYTES = 1 << 20  # of a file in a bootstrap
 HANDSHAKE_S = 5.0  # TLS and proof together
 STRANGERS = 32  # connections without a proof
 REPORT_S = 60.0  # between two log lines about refused peers
-DEAD_S = 10  # without a sign of life, or with data that the peer does not take
-SECRET_BYTES = 16  # the least
-MOST_LINE = 256 << 20  # the most that KMQ_MAX_LINE can be
+DEAD_S = 10  # without a sign of life, or with data that the peer does not read
+SECRET_BYTES = 16  # shortest secret
+MOST_LINE = 256 << 20  # the greatest KMQ_MAX_LINE
 FILES = ("producers.ckpt",)
-NOBODY = "0" * 16  # the replica id of who only compares: no replica has it, so it disturbs none
+NOBODY = "0" * 16  # the replica id of a peer that only compares; no replica has it
 
 
 class WireError(KmqError):
@@ -55,7 +56,7 @@ class WireError(KmqError):
 
 
 class Me(NamedTuple):
-    """What this side says of itself."""
+    """What this side says about itself."""
 
     shard: str
     lineage: str
@@ -66,12 +67,12 @@ class Me(NamedTuple):
 
     @property
     def peer(self) -> "Peer":
-        """What the other side will call us."""
+        """Return how the other side sees us."""
         return Peer(self.broker, self.replica, self.level, self.max_line)
 
 
 class Peer(NamedTuple):
-    """Who has proved to be at the other end."""
+    """The other side, after its proof."""
 
     broker: str
     replica: str
@@ -86,7 +87,7 @@ class Peer(NamedTuple):
 
 
 class FetchText(NamedTuple):
-    """A follower's state. `next`: the first seq that it has not on disk; `last`: the epoch of the record before it."""
+    """A follower's position. `next`: the first seq not on its disk; `last`: the epoch of the record before it."""
 
     version: Version
     epoch: int
@@ -96,7 +97,7 @@ class FetchText(NamedTuple):
 
 
 class Have(NamedTuple):
-    """What a follower has on disk, under the version that it has promised (its number)."""
+    """What a follower has on disk. `version`: the number of the version that it has promised."""
 
     version: int
     next: int
@@ -104,7 +105,7 @@ class Have(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Whole records of the WAL. `key`: how long the routing key is that all of them share; 0: unknown, or they do not."""
+    """Whole records of the WAL. `key`: length of the routing key that all of them share; 0: unknown, or not shared."""
 
     epoch: int
     first: int
@@ -122,7 +123,7 @@ class Hw(NamedTuple):
 
 
 class Diverged(NamedTuple):
-    """The leader has records of epochs up to `last` before `end` only; its last one there is of `epoch`."""
+    """Before `end` the leader only has records of epochs up to `last`. Its last record there is of `epoch`."""
 
     epoch: int
     end: int
@@ -131,13 +132,13 @@ class Diverged(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """The leader has no records before `first` any more."""
+    """The leader no longer has records before `first`."""
 
     first: int
 
 
 class RefusedText(NamedTuple):
-    """Why the leader does not serve this peer: a word. The connection ends after it."""
+    """Why the leader does not serve this peer, in one word. The connection ends after it."""
 
     reason: str
 
@@ -158,13 +159,13 @@ class FileText(NamedTuple):
 
 
 class FilesText(NamedTuple):
-    """Asks for the leader's files (bootstrap.py). `got`: how many pieces have come."""
+    """Asks for the leader's files (bootstrap.py). `got`: number of pieces received."""
 
     got: int
 
 
 class PieceText(NamedTuple):
-    """The bytes of a file from `offset` on. `left`: how many pieces come after it."""
+    """The bytes of a file from `offset` on. `left`: number of pieces after it."""
 
     name: str
     offset: int
@@ -174,13 +175,13 @@ class PieceText(NamedTuple):
 
 
 class NextLog(NamedTuple):
-    """Asks which log comes after this one (compare.py)."""
+    """Asks for the log after this one (compare.py)."""
 
     log: str
 
 
 class LogRange(NamedTuple):
-    """Records of a log from `first` to before `next`: asks for their crc, and says it."""
+    """Records of a log from `first` to before `next`. As a request it asks for their crc, as an answer it has it."""
 
     log: str
     first: int
@@ -214,14 +215,14 @@ _NUMBER, _REASON, _PATH = re.compile(_N), re.compile("[!-~]{1,200}"), re.compile
 
 
 def encode(message: Message) -> str:
-    """Return the text of a message, without its end and the bytes that follow it."""
+    """Return the text of a message, without its newline and the bytes that follow."""
     pairs: Iterable[tuple[str, Any]] = zip(_NAMES[type(message)], message, strict=True)
     words = [f"{name}={len(value) if name == 'bytes' else value}" for name, value in pairs]
     return " ".join([_WORDS[type(message)], *words])
 
 
 def decode(text: str) -> tuple[Message, int]:
-    """Return the message of a text, and how many bytes follow it: it has none of them yet. Raises WireError."""
+    """Return the message of a text, and how many bytes follow it. They are not in it yet. Raises WireError."""
     word, *parts = text.split(" ")
     form = _TYPES.get(word)
     pairs = [part.partition("=") for part in parts]
@@ -239,7 +240,7 @@ def decode(text: str) -> tuple[Message, int]:
 
 
 def _value(form: type[Message], name: str, value: str) -> Version | int | str | bytes | None:
-    """Return what a field says; None if it may not say that."""
+    """Return the value of a field; None if it is not valid."""
     if name == "version" and form is FetchText:
         return Version.parse(value)
     if name == "name":
@@ -250,7 +251,7 @@ def _value(form: type[Message], name: str, value: str) -> Version | int | str | 
 
 
 def _with_body(message: Message, body: bytearray) -> Message:
-    """Return the message with the bytes that followed it. Raises WireError if they are not what it says."""
+    """Return the message with the bytes that followed it. Raises WireError if they do not match it."""
     if isinstance(message, RegisterText):
         return RegisterText(body)
     assert isinstance(message, (Data, FileText, PieceText))
@@ -268,20 +269,20 @@ def _with_body(message: Message, body: bytearray) -> Message:
 
 
 class Link(asyncio.BufferedProtocol):
-    """One connection. Bytes of a message that does not fit the buffer go from the socket straight to their place.
+    """One connection. Bytes of a message that exceed the buffer go from the socket straight to their final place.
 
-    One task reads. A read that was cancelled is resumed by the next one.
+    One task reads. The next read resumes one that was cancelled.
     """
 
-    peer: Peer  # after the proof
+    peer: Peer  # known after the proof
 
     def __init__(self, sock: socket.socket | None = None) -> None:
-        self._socket = sock  # to write to from where the bytes lie; None: TLS is in between
+        self._socket = sock  # for writing without a copy; None: TLS is in between
         self.max_data, self.address = 0, ""  # bytes of a block, known after the proof; host:port
         self._transport: asyncio.Transport | None = None
         self._texts = bytearray(BUFFER_BYTES)
-        self._begin = self._end = 0  # what of _texts was not taken yet
-        self._message: Message | None = None  # whose bytes are awaited
+        self._begin = self._end = 0  # the part of _texts that was not read yet
+        self._message: Message | None = None  # the message whose bytes are awaited
         self._body = bytearray()
         self._missing = 0  # bytes of _body
         self._is_paused = False
@@ -291,7 +292,7 @@ class Link(asyncio.BufferedProtocol):
     # --- reading
 
     async def read(self) -> Message:
-        """Return the next message. Raises WireError for what the protocol does not allow, ConnectionError at the end."""
+        """Return the next message. Raises WireError for a breach of the protocol, ConnectionError at the end."""
         if self._message is None:
             message, size = decode(await self.text())
             if type(message) not in _BODIES:
@@ -301,7 +302,7 @@ class Link(asyncio.BufferedProtocol):
             if size > most:
                 raise WireError(f"bytes={size}: a {type(message).__name__} has at most {most}")
             self._message = message
-            here = min(size, self._end - self._begin)  # bytes of the body that have come with the text
+            here = min(size, self._end - self._begin)  # bytes of the body that arrived with the text
             self._body, self._missing = self._texts[self._begin : self._begin + here], size - here
             self._begin += here
             self._body += bytes(self._missing)
@@ -322,10 +323,10 @@ class Link(asyncio.BufferedProtocol):
         return text
 
     async def _more(self) -> None:
-        """Wait until more has arrived."""
+        """Wait for more bytes."""
         if self._lost is not None:
             raise ConnectionError(f"{self.address}: {str(self._lost) or 'the peer has closed the connection'}")
-        if self._begin:  # also for a body: what comes after it needs a place at once
+        if self._begin:  # also for a body, because the text after it needs room at once
             self._texts[: self._end - self._begin] = self._texts[self._begin : self._end]
             self._begin, self._end = 0, self._end - self._begin
         if self._is_paused and self._transport is not None:
@@ -350,7 +351,7 @@ class Link(asyncio.BufferedProtocol):
         else:
             self._end += nbytes
             if self._end == len(self._texts) and self._transport is not None:
-                self._is_paused = True  # the reader has to take some of it first
+                self._is_paused = True  # the reader must take some of it first
                 self._transport.pause_reading()
         self._wake()
 
@@ -361,13 +362,13 @@ class Link(asyncio.BufferedProtocol):
     # --- writing
 
     def send(self, message: Message) -> None:
-        """Write a message, whose bytes stay until sent. The caller bounds what is on its way by the peer's `room`."""
+        """Write a message. Its bytes must stay until sent. The caller bounds what is in flight by the peer's `room`."""
         self.write(encode(message), getattr(message, _BODIES.get(type(message), ""), b""))
 
     def write(self, text: str, data: bytes | bytearray | memoryview = b"") -> None:
         """Write a text, and the bytes that follow it."""
         if self._transport is None or self._transport.is_closing():
-            return  # the reader is told
+            return  # the reader gets the error
         head, sent = f"{text}\n".encode("ascii"), 0
         if self._socket is not None and not self._transport.get_write_buffer_size():
             with suppress(OSError):  # the transport finds out too
@@ -380,7 +381,7 @@ class Link(asyncio.BufferedProtocol):
     # --- begin and end
 
     def proved(self, peer: Peer, me: Me) -> None:
-        """Let this be a connection to `peer`. The longer lines of the two sides bound a block."""
+        """Make this a connection to `peer`. The greater max_line of the two sides bounds a block."""
         self.peer = peer
         self._texts += bytes(READ_BYTES - len(self._texts))
         self.max_data = max(8 << 20, min(max(peer.max_line, me.max_line), MOST_LINE) + (64 << 10))
@@ -391,7 +392,7 @@ class Link(asyncio.BufferedProtocol):
         sock, name = transport.get_extra_info("socket"), transport.get_extra_info("peername")
         self.address = f"{name[0]}:{name[1]}" if name else ""
         with suppress(OSError):  # the peer may be gone already
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a reply waits for the next one: 40 ms
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or a reply waits for the next one: 40 ms
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 7)):
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -402,13 +403,13 @@ class Link(asyncio.BufferedProtocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # Without its frames: they hold the block that was being sent, and so the ring that it lies in.
+        # Without its traceback, whose frames hold the block that was being sent, and so the ring that it lies in.
         self._lost = self._lost or (exc.with_traceback(None) if exc is not None else EOFError())
         self._transport = None
         self._wake()
 
     def close(self) -> None:
-        """End the connection, after what was sent."""
+        """End the connection after sending what was written."""
         if self._transport is not None:
             self._transport.close()
 
@@ -427,7 +428,7 @@ _PROOF = re.compile("!proof mac=([0-9a-f]{64})")
 
 
 def _mac(secret: bytes, direction: str, me: Me, follower: tuple[Peer, str], leader: tuple[Peer, str]) -> str:
-    """Return what only who knows the secret can say in this session. `follower`, `leader`: who, and its nonce."""
+    """Return the proof that only a peer with the secret can make in this session; (peer, nonce) of both sides."""
     fields = ("kmq replica 1", direction, me.shard, me.lineage, *follower[0], follower[1], *leader[0], leader[1])
     return hmac.new(secret, "\n".join(map(str, fields)).encode(), "sha256").hexdigest()
 
@@ -439,7 +440,7 @@ def _peer_of(groups: Sequence[str]) -> Peer:
 async def call(address: str, me: Me, secret: bytes, tls: ssl.SSLContext | None, timeout_s: float) -> Link:
     """Return a connection to the leader at host:port, which has proved itself. Raises WireError and OSError.
 
-    Whether the leader serves us is what the first read says.
+    The first read tells whether the leader serves us.
     """
     host, _, port = address.rpartition(":")
     host, link = host.strip("[]"), Link()
@@ -471,7 +472,7 @@ async def _prove_to_leader(link: Link, me: Me, secret: bytes) -> Peer:
 
 
 async def _take_proof(link: Link, me: Me, secret: bytes) -> Peer:
-    """Return who the other side is. Raises WireError if it cannot prove that."""
+    """Return the other side once it has proved itself. Raises WireError if it cannot."""
     match = _HELLO.fullmatch(text := await link.text())
     if match is None:
         raise WireError(f"{text[:40]!r} in place of !replica")
@@ -492,7 +493,7 @@ async def _take_proof(link: Link, me: Me, secret: bytes) -> Peer:
 
 
 class ReplicaPort:
-    """Takes in followers that prove themselves. `me` is asked for each connection: lineage and id may change."""
+    """Accepts followers that prove themselves. Calls `me` for each connection, because lineage and id may change."""
 
     def __init__(
         self,
@@ -503,9 +504,9 @@ class ReplicaPort:
         serve: Callable[[Link], Awaitable[None]],
         log: Logger,
     ) -> None:
-        """`admit` returns why a peer with a proof is not served; "": it is.
+        """`admit` returns why a peer with a proof is not served; "": it is served.
 
-        `serve` has a connection until it returns or raises. It is cancelled when its replica connects anew.
+        `serve` has a connection until it returns or raises. It is cancelled when its replica connects again.
         """
         self._me, self.port = me, 0
         self._secret, self._tls, self._admit, self._serve = secret, tls, admit, serve
@@ -546,7 +547,7 @@ class ReplicaPort:
         while True:
             try:
                 sock, name = await loop.sock_accept(self._socket)
-            except OSError as err:  # no file descriptor is free, say
+            except OSError as err:  # no free file descriptor, for example
                 self._refuse("", err.strerror or str(err))
                 await asyncio.sleep(1)
                 continue
@@ -559,7 +560,7 @@ class ReplicaPort:
             self._strangers[task] = address
             self._tasks.add(task)
             task.add_done_callback(self._forget)
-            await asyncio.sleep(0)  # a flood of connections does not stop the loop, and this one begins
+            await asyncio.sleep(0)  # a flood of connections must not stop the loop; and the new task begins
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -569,7 +570,7 @@ class ReplicaPort:
             asyncio.get_running_loop().call_exception_handler(context)
 
     async def _take(self, sock: socket.socket, address: str) -> None:
-        """Let one connection prove itself, and serve it."""
+        """Check the proof of one connection, and serve it."""
         link, peer, task = Link(sock if self._tls is None else None), None, asyncio.current_task()
         assert task is not None
         try:
@@ -591,12 +592,12 @@ class ReplicaPort:
                 self._refuse(address, f"no proof: {late if isinstance(err, TimeoutError) else err}")
         finally:
             if peer is None:
-                link.abort()  # a stranger cannot make TLS wait for its farewell
+                link.abort()  # a peer without a proof cannot make TLS wait for its close
             else:
                 link.close()
 
     async def _serve_proved(self, link: Link, task: asyncio.Task[None]) -> None:
-        """Let a connection be the one of its replica: the one before it ends first."""
+        """Make this the connection of its replica, after ending the one before it."""
         peer = link.peer
         if reason := self._admit(peer):
             link.send(RefusedText(reason))
@@ -616,7 +617,7 @@ class ReplicaPort:
     # --- the log
 
     def _refuse(self, peer: str, reason: str) -> None:
-        """Note that a peer was refused. The first is logged at once, the others in one line a minute."""
+        """Count a refused peer. The first refusal is logged at once, the others in one line a minute."""
         self._incidents.note("replica_refused", peer, reason)
         self._has_refused = True
         if self._timer is None:

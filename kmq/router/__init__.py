@@ -1,1 +1,1 @@
-"""The back room of the router: which partition log a record belongs to, and how it gets there."""
+"""The parts of the router: which partition log a record belongs to, and how it gets there."""

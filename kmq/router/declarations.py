@@ -1,19 +1,21 @@
-"""How a topic comes into force: declared in topic.toml, named by a message, or known by the checkpoint of the last run.
+"""Puts topics in force: those declared in topic.toml, named by a message, or known by the checkpoint of the last run.
 
-Making a topic that a message names takes six inodes and some milliseconds. Thousands of new topics would keep the lines
-of all other topics waiting. So lines of existing topics go first. A topic that is not made yet is a newcomer, with the
-lines that wait for it, and a few newcomers are made at a time.
+Example: the first line `17|…|orders|…` names a topic that does not exist. `create(b"orders", 17)` makes topics/orders
+with one partition, in force from seq 17 on.
+Making such a topic takes six inodes and some milliseconds. Thousands of new topics would delay the lines of all other
+topics. So lines of existing topics go first. A topic that is not made yet is a newcomer, with the lines that wait for
+it. A few newcomers are made at a time.
 
 Owner       the router process: no other process writes the topic.toml of a topic in force.
 Invariant   A topic's `from_seq` is on disk before a record is routed by it, except for topics without a dot in their
-            name that a message created: those have one partition from the start, which their directory says as well.
-            The next checkpoint syncs their file.
-            A topic's lines are in its newcomer or in its log, never in both, in order. All records before `first_seq`
-            of the oldest newcomer are in their logs; no checkpoint covers more.
+            name that a message created. Those have one partition from the start, as their directory shows, and the
+            next checkpoint syncs their file.
+            A line of a topic is in its newcomer or in its log, never in both. The lines stay in order. All records
+            before `first_seq` of the oldest newcomer are in their logs. No checkpoint covers more than these records.
 Crash       Every topic.toml is replaced atomically. A kill may leave a topic that a message created half made: the next
             start makes it again from the same message. The checkpoint's row of a topic outlives its directory.
             Waiting lines are in memory only. The next start reads them from the WAL.
-Memory      At most MOST_BYTES of waiting lines; beyond that, all topics are made before anything else is routed.
+Memory      At most MOST_BYTES of waiting lines. If there are more, all topics are made before anything else is routed.
 """
 
 import os
@@ -43,9 +45,10 @@ class Declarations:
     def create(self, name: bytes, seq: int) -> Topic:
         """Make a topic that a message named: one partition, in force from that message on.
 
-        A declaration that has no record is adopted with that message: routing to one partition under a file that says
-        several would make a rebuilt queue differ. One whose record is still to come is too late, and is replaced; in a
-        shard each one is, because the other replicas do not have it.
+        If the topic is declared without a record, the declaration is adopted with that message: routing to one
+        partition under a file that says several would make a rebuilt queue differ. A declaration whose record is still
+        to come is too late and is replaced. In a shard every declaration is replaced, because the other replicas do not
+        have it.
         """
         topic = Topic(name.decode(), 1, seq)
         data = self._context.data
@@ -86,7 +89,7 @@ class Declarations:
         return self.put_in_force(name, declared)
 
     def put_in_force(self, name: str, declared: topics.Declaration) -> Topic:
-        """Put a topic in force as declared, with its from_seq; its directory may be there."""
+        """Put a topic in force as declared, with its from_seq. Its directory may exist already."""
         logger, data = self._context.logger, self._context.data
         topic = declared.topic(name)
         self._in_force.raise_format_for(topic)
@@ -104,7 +107,7 @@ class Declarations:
         return topic
 
     def refuse(self, name: str) -> None:
-        """Report a topic.toml that was laid by hand in a shard, once. It goes if nothing lies beside it."""
+        """Report, once, a topic.toml written by hand in a shard. Remove it if its directory has no other file."""
         path = topics.toml_path(self._context.data, name)
         if name not in self._refused and not self._is_blank(name):
             self._refused.add(name)
@@ -116,7 +119,7 @@ class Declarations:
             deletions.detach(self._context.data, Topic(name, 1, 0))
 
     def mend(self, name: str) -> None:
-        """Write the file of a topic in force again if it cannot be read: nothing could change the topic."""
+        """Write the file of a topic in force again if it cannot be read; without it nothing could change the topic."""
         if topics.read(self._context.data, name).is_guessed:
             self._mend(self._in_force.table[name.encode()])
 
@@ -127,7 +130,7 @@ class Declarations:
         )
 
     def _write_again(self, topic: Topic, known: checkpoint.RecordedTopics) -> None:
-        """Write the file of a topic, with the limits that it says, or, if it cannot be read, those of the records."""
+        """Write the file of a topic again. Keep its limits; if it cannot be read, take the limits from the records."""
         data, name = self._context.data, topic.name
         declared = topics.read(data, name)
         record = known.get((name, topic.from_seq)) if declared.is_guessed else None
@@ -139,10 +142,10 @@ class Declarations:
     # --- at a start --------------------------------------------------------------------------------------------------
 
     def load(self, rows: checkpoint.Rows, since: dict[str, Since], seq: int) -> list[Topic]:
-        """Put all topics in force, also those that only the checkpoint still knows because their directory is gone.
+        """Put all topics in force, also topics whose directory is gone and that only the checkpoint still knows.
 
-        `seq`: what the checkpoint covers. In a shard it knows all topics in force by then: a file that says so too, and
-        that it does not know, was laid by hand.
+        `seq`: the last seq that the checkpoint covers. In a shard the checkpoint has all topics in force at that seq. A
+        file with an earlier from_seq whose topic is not in the checkpoint was written by hand.
         """
         topics.check_names(self._context.data)
         known = checkpoint.recorded_topics(self._context.data)
@@ -163,11 +166,11 @@ class Declarations:
         self._correct(found, guessed, rows, since)
         self._restore_missing(found, rows, since)
         blank = [topic for topic in found.values() if self._is_blank(topic.name)]
-        for topic in blank:  # a kill or a power cut came before its text was written
+        for topic in blank:  # a kill or a power cut prevented the write of its text
             make_directory(f"{self._context.data}/topics/{topic.name}")
             self._write_again(topic, known)
         for topic in found.values():
-            if topic.grown:  # a kill may have come before this
+            if topic.grown:  # a kill may have prevented this
                 topics.drop_single_link(self._context.data, topic)
         self._in_force.load(found.values())
         return list(found.values())
@@ -183,7 +186,7 @@ class Declarations:
         return declared
 
     def _is_blank(self, name: str) -> bool:
-        """Return True if a topic's file is missing, empty, or all NULs, as a power cut may leave one not synced."""
+        """Return True if a topic's file is missing, empty, or all NULs (a power cut may leave an unsynced file so)."""
         try:
             with open(topics.toml_path(self._context.data, name), "rb") as file:
                 return not file.read().strip(b"\0")
@@ -195,8 +198,8 @@ class Declarations:
     ) -> None:
         """Correct each file that differs from the checkpoint: the checkpoint is right, because it has a crc.
 
-        `since`: what the checkpoint says, completed by the records. A file may say more if the topic has grown since:
-        that part of the file has a crc, too.
+        `since`: what the checkpoint says, completed by the records. If the topic has grown since the checkpoint, the
+        file is right: that part of it has a crc, too.
         """
         counts = Counter(name for name, _ in rows)
         for name in [name for name in found if name in since]:

@@ -1,9 +1,12 @@
 """The topics in force, the deleted topics, and the limits of each topic; and the context that all parts share.
 
-Owner       the router process. Only this module puts a topic in force or ends that.
+Example: after `in_force.put(topic)` for topic orders, `in_force.has("orders")` is True, and lines with the routing key
+`orders.eu` are routed to its partitions.
+
+Owner       the router process. Only this module puts a topic in force or takes it out of force.
 Invariant   `table` is always the same object, so the sorter may keep a reference. After the table has changed, cached
-            routes are cleared before the next line is routed. A topic that older releases would lead elsewhere is never
-            in force before `format` makes them refuse the directory.
+            routes are cleared before the next line is routed. If older releases would route a topic's records
+            differently, `format` makes these releases refuse the directory before the topic is in force.
 Crash       In memory only. A start loads it from topic.toml, router.ckpt and deletions.
 """
 
@@ -42,14 +45,14 @@ class Context:
         now_s: Callable[[], float],
         make_room: Callable[[], object],
     ) -> None:
-        """Take what the stage gives, see Queues; and `make_room`, which is called while the disk is full."""
+        """Take the stage's arguments (see Queues), and `make_room`, which is called while the disk is full."""
         self.data, self.logger, self.wal_is_synced, self.in_shard = data, logger, wal_is_synced, in_shard
         self.wait_outside, self.are_recorded, self.damaged = wait_for_room, are_recorded, damaged
         self.check, self.lacks_room, self.has_room = check, lacks_room, has_room
         self.now_s, self._make_room = now_s, make_room
 
     def wait_for_room(self, path: str) -> None:
-        """Make room, then wait, because the disk is full; perhaps in the middle of an append."""
+        """Make room, then wait, because the disk is full. May be called in the middle of an append."""
         self._make_room()
         self.wait_outside(path)
 
@@ -92,7 +95,7 @@ class TopicsInForce:
         self._forget_routes()
 
     def raise_format_for(self, topic: Topic) -> None:
-        """Raise the directory's format if older releases would lead records of this topic to other partitions."""
+        """Raise the directory's format if older releases would route records of this topic to other partitions."""
         if topic.is_rerouted:
             self.raise_format(identity.ROUTED, topic, "its partitioner or its growth")
 

@@ -1,15 +1,16 @@
 """The partition logs of a data directory: the state of each, the few that are open for writing, and their WAL records.
 
-A log is healed when it is opened, if its end differs from its index, because of damage or because a power cut left the
-index ahead: the lines are written again from the WAL.
+Example: `deliver(log, line, 1, 17, 17)` opens topics/orders/0 if it is closed, and appends the line with seq 17.
+When a log is opened, its end may differ from its index: the log is damaged, or a power cut left the index ahead. Then
+the log is healed: the lines are written again from the WAL.
 
 Owner       the router process (lock topics/.owner). It reads the WAL only.
 Invariant   At most `most_open` logs are open; the least recently used log is closed first. A log that has been written
             is in `unsynced` until a checkpoint that syncs it has begun.
             Healing cuts only what the WAL can restore. The exception is a log that was not synced: a power cut may have
             torn its end.
-            A record that dropped.log names is never read from the WAL. The ranges that are read end where a topic came
-            into force, grew or was deleted, so within a range every routing key leads to the same place.
+            A record that dropped.log names is never read from the WAL. A range of the WAL that is read ends where a
+            topic came into force, grew or was deleted, so within a range every routing key leads to the same log.
 Crash       In memory only: a start examines every log (recovery.py). Healing writes the lines in place, then the index.
             If a kill leaves either half done, the next start heals the log again.
 Memory      A cold partition is one small object, its PartitionState.
@@ -84,7 +85,7 @@ class PartitionLogs:
         try:
             log.open(warn, check=check)
         except MisplacedError:
-            raise  # its bytes may be the only copy of records that belong elsewhere
+            raise  # its bytes may be the only copy of records that belong to another log
         except DamageError as err:
             self._heal(log, err)
             self.unsynced.add(log)
@@ -93,8 +94,8 @@ class PartitionLogs:
     def _heal(self, log: PartitionLog, damage: DamageError) -> None:
         """Write the end of the active segment again, from the WAL. Raises `damage` if the WAL lacks those records.
 
-        If the log was written since its last sync, a power cut explains the damage, which is then no error even if the
-        WAL lacks the records.
+        If the log was written since its last sync, a power cut explains the damage. Then missing records in the WAL are
+        no error.
         """
         state, path, topic = log.state, log.path, self._in_force.table[log.topic.encode()]
         with open(path, "r+b") as file:
@@ -102,7 +103,7 @@ class PartitionLogs:
             low = record.seq_of(end.last) + 1 if end.last else topic.from_seq
             if wal.first_seq(self._context.data) <= low:
                 lines = b"".join(self.wal_records(topic, log.number, SeqRange(low, state.last_seq)))
-                if not end.last:  # the WAL may also have what lies before the start of the log
+                if not end.last:  # the WAL may also have records from before the start of the log
                     lines = _last_lines(lines, state.end_offset - state.base)
                 file.seek(end.position)
                 if file.read() != lines:
@@ -124,7 +125,7 @@ class PartitionLogs:
         self._unnoted.add(log)
 
     def relink(self, topic: Topic) -> None:
-        """Open the logs of a topic that has grown, each behind the symlink that it has now."""
+        """Open the logs of a topic that has grown, with the symlinks that they have now."""
         for log, link in zip(self.of_topic(topic), topic.log_names(), strict=True):
             self._context.check()
             if self._open.pop(log, self) is not self:
@@ -164,7 +165,7 @@ class PartitionLogs:
     # --- the WAL -----------------------------------------------------------------------------------------------------
 
     def wal_ranges(self, seqs: SeqRange) -> list[SeqRange]:
-        """Return `seqs` without dropped seqs, split where a topic came into force, grew or was deleted."""
+        """Return `seqs` without dropped seqs, cut where a topic came into force, grew or was deleted."""
         topics = self._in_force.table.values()
         changing = [topic for topic in topics if topic.partitions > 1 or "." in topic.name or topic.lives]
         cuts = sorted({seq for topic in changing for seq in topic.changes()})
@@ -191,7 +192,7 @@ class PartitionLogs:
 
 
 class _GoodEnd(namedtuple("_GoodEnd", ("position", "offset", "last", "entries"))):
-    """Where an active segment stops being whole: byte, next offset, last line, index entries of the blocks before."""
+    """End of the whole part of an active segment: byte, next offset, last line, index entries of its blocks."""
 
     __slots__ = ()
 

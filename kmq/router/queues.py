@@ -1,16 +1,19 @@
 """All partition logs of a data directory: the interface for the router stage; their retention; compacted segments.
 
+Example: `queues.route([block])` appends the lines of a block to topics/orders/0, topics/orders/1, … and returns the
+bytes written. `queues.tick()`, once a second, seals and deletes segments and begins checkpoints.
+
 Owner       the router process (lock topics/.owner).
 Invariant   Every record up to `routed_seq` is in its partition log, except what dropped.log names and the records of
             deleted topics (sorting.py). The logs on disk are at least what router.ckpt says (recovery.py).
             A segment is deleted only after a checkpoint on disk no longer counts it. Retention never deletes the last
-            record of a log; a start may, and then router.ckpt and the record of that start say which seq it had.
-            A segment is replaced by a compacted one only while it is sealed and synced, and only by one that covers
-            exactly its records.
-Crash       The logs are copies, and the WAL is the truth. A start examines every log, then replays the WAL from the
-            earliest end of a log, and deletes what retention has not deleted since the last checkpoint (recovery.py).
-            remnant.py has the crashes while the last record is kept. A segment that compaction has laid out stays until
-            it is installed or discarded (kmq/log/compaction.py).
+            record of a log. Moving the start offset (a `__kmq.start` record) may delete it; then router.ckpt and that
+            record keep its seq.
+            A compacted segment replaces only a sealed and synced segment, and covers exactly the same records.
+Crash       The logs are copies, and the WAL is the truth. A start of the router examines every log, deletes segments
+            that the last checkpoint no longer counts, and replays the WAL from the earliest end of a log (recovery.py).
+            remnant.py describes crashes while the last record is kept. A segment that compaction has written stays
+            until it is installed or discarded (kmq/log/compaction.py).
 Memory      A cold partition is one small object, its PartitionState. At most `most_open` logs have a descriptor.
 """
 
@@ -48,13 +51,13 @@ _FUTURE_US = 1 << 62  # a time that no age limit reaches
 
 
 class _Owed(namedtuple("_Owed", ("offset", "is_postponed"), defaults=(False,))):
-    """The offset with which a log is to begin. `is_postponed`: there was no room, and the log says so."""
+    """The offset with which a log is to begin. `is_postponed`: there was no room, and a warning was logged."""
 
     __slots__ = ()
 
 
 class Retention:
-    """Seals and deletes segments."""
+    """Seals and deletes segments, by the limits of their topics or because a start offset was moved."""
 
     def __init__(
         self, context: Context, in_force: TopicsInForce, logs: PartitionLogs, checkpoints: Checkpoints
@@ -63,15 +66,15 @@ class Retention:
         self.rolled_at = -ROLL_NS  # when `roll_over` ran last
         self._left: list[tuple[str, int]] = []  # logs that `roll_over` has not looked at yet
         self._postponed, self._told_postponed = 0, False  # logs that `roll_over` had no room to seal
-        self._owed: dict[PartitionLog, _Owed] = {}  # starts to be carried out
-        self._tried_again_at = 0  # when the postponed ones were tried last
+        self._owed: dict[PartitionLog, _Owed] = {}  # start offsets to be moved
+        self._tried_again_at = 0  # when postponed moves were tried last
 
     def roll_over_soon(self) -> None:
-        """Let the next `roll_over_if_due` do it."""
+        """Make the next `roll_over_if_due` roll over."""
         self.rolled_at = -ROLL_NS
 
     def roll_over_if_due(self) -> None:
-        """Call it once a second. While there is no room it rolls over each time."""
+        """Roll over every ROLL_NS, or at each call while the disk lacks room. Call it once a second."""
         if self._left:
             self._roll_some()
         elif time.monotonic_ns() - self.rolled_at > ROLL_NS or self._context.lacks_room():
@@ -80,7 +83,7 @@ class Retention:
     def roll_over(self) -> None:
         """Roll every log that is over its limits, even an idle one: AT_ONCE now, the rest in the next ticks.
 
-        Without room on the disk a log stays as it is.
+        If the disk has no room, a log stays as it is.
         """
         self._left, self._postponed = list(reversed(self._logs.states)), 0
         self._roll_some()
@@ -109,7 +112,7 @@ class Retention:
         self.rolled_at = time.monotonic_ns() - ROLL_NS * bool(self._postponed)
 
     def _written_at(self, topic: str, partition: int, state: PartitionState) -> int:
-        """Return when the active segment was last written, in µs: no record is younger. Cheaper than a read."""
+        """Return when the active segment was last written, in µs. No record is younger. Cheaper than reading one."""
         path = f"{directory_of(self._context.data, topic, partition)}/{segment.name(state.base)}"
         with contextlib.suppress(FileNotFoundError):
             return os.stat(path).st_mtime_ns // 1000
@@ -131,11 +134,12 @@ class Retention:
         return True
 
     def retire(self) -> bool:
-        """Stop counting segments that are too old or too many, AT_ONCE at most; return True if there were any.
+        """Stop counting segments that are too old or too many, at most AT_ONCE; return True if there were any.
 
-        Begins a checkpoint, after which they are deleted.
+        Begins a checkpoint. The segments are deleted once it is on disk.
         """
-        if self._checkpoints.is_busy or self._checkpoints.kept:  # it would begin with copies beside their originals
+        # A checkpoint begun now would have copies beside their originals.
+        if self._checkpoints.is_busy or self._checkpoints.kept:
             return False
         gone: list[Segment] = []
         now_s = self._context.now_s()
@@ -161,17 +165,17 @@ class Retention:
         return gone
 
     def _keep(self, state: PartitionState, kept: Kept) -> None:
-        """Let a log begin with a copy that gets its name with the next checkpoint."""
+        """Make a log begin with a copy. The next checkpoint gives the copy its final name."""
         state.keep(kept.segment)
         self._checkpoints.kept.append(kept)
         self._checkpoints.dirty += remnant.files(kept.segment)
 
-    # --- starts ------------------------------------------------------------------------------------------------------
+    # --- start offsets -----------------------------------------------------------------------------------------------
 
     def begin_at(self, starts: Iterable[tuple[PartitionLog, int]]) -> None:
-        """Let logs begin with these offsets, at most their ends; a log that begins later stays as it is.
+        """Move the start of logs to these offsets, at most to their ends. A log that begins later stays as it is.
 
-        Begins a checkpoint. When it is on disk, the files begin there. While another one is running, a tick does it.
+        Begins a checkpoint; once it is on disk, the files begin there. While another one is running, a tick does it.
         """
         for log, offset in starts:
             owed = self._owed.get(log, _Owed(0))
@@ -179,21 +183,21 @@ class Retention:
         self.begin_owed()
 
     def begin_owed(self) -> bool:
-        """Carry out the starts that are owed; return True if that begins a checkpoint.
+        """Move the start offsets that are still to be moved; return True if that begins a checkpoint.
 
-        Those for which there was no room are tried again every ROLL_NS.
+        A move for which there was no room is tried again every ROLL_NS.
         """
         is_again = time.monotonic_ns() - self._tried_again_at > ROLL_NS
         self._owed = {log: owed for log, owed in self._owed.items() if self._is_ahead(log, owed.offset)}
         due = [log for log, owed in self._owed.items() if is_again or not owed.is_postponed]
-        # A log may have to wait until it can be sealed. What makes room meanwhile begins a checkpoint of all logs, so
-        # none of them may begin with a copy before all are sealed.
+        # Sealing a log may have to wait for room. Making room begins a checkpoint of all logs. So no log may begin with
+        # a copy before all logs are sealed.
         for log in due:
             if self._owed[log].offset > log.state.base:
                 if not self._has_rolled(log):
                     self._postpone(log, "no room to seal the active segment")
                 elif self._owed[log].offset > log.state.base:
-                    self._owed[log] = _Owed(log.state.base)  # it is damaged: all that lies before it goes
+                    self._owed[log] = _Owed(log.state.base)  # the active segment is damaged: delete those before it
         if not due or self._checkpoints.is_busy:
             return False
         if is_again:
@@ -217,9 +221,9 @@ class Retention:
         return log.state.start < offset and self._logs.states.get((log.topic, log.number)) is log.state
 
     def _retire_before(self, log: PartitionLog, offset: int) -> list[Segment]:
-        """Retire all records before `offset`, in a log that has it or ends there. Never waits.
+        """Retire all records before `offset`, in a log that has this offset or ends there. Never waits.
 
-        At damage, and without room for a copy of the records behind it, the segment that holds them stays as a whole.
+        The segment with `offset` stays whole if it is damaged, or if there is no room to copy its later records.
         """
         state = log.state
         ends = [*(part.first for part in state.sealed[1:]), state.base]
@@ -241,7 +245,7 @@ class Retention:
         return gone
 
     def _has_room(self, nbytes: int) -> bool:
-        """Return True if there is room for a copy, beside those that the same checkpoint completes."""
+        """Return True if there is room for a copy, besides the copies that the same checkpoint completes."""
         return self._context.has_room(nbytes + sum(kept.segment.size for kept in self._checkpoints.kept))
 
     def _postpone(self, log: PartitionLog, why: str) -> None:
@@ -263,7 +267,7 @@ class Retention:
 
 
 def install_compacted(context: Context, in_force: TopicsInForce, logs: PartitionLogs) -> bool:
-    """Install the segments that compaction has laid out; return True if a checkpoint has to follow."""
+    """Install the segments that compaction has written; return True if a checkpoint has to follow."""
     is_due = False
     for sealed in compaction.waiting(context.data):
         topic = in_force.table.get(sealed.topic.encode())
@@ -326,9 +330,9 @@ class Queues:
 
         `wal_is_synced`: False if the WAL may show records that are not on disk; then each checkpoint syncs the WAL
         first, because it must never be ahead of the WAL. `most_open`: maximum of open logs. `are_recorded`: changes of
-        topics come as records; without a framer they are carried out as they are asked. `in_shard`: a declaration that
-        has no record is refused, because other replicas would not have it. `damaged` is called with damage
-        that is met, `check` repeatedly during long work, as a sign of life. `lacks_room`: is the disk or the quota full?
+        topics are records of the WAL; False (no framer): requests are carried out at once. `in_shard`: a declaration
+        without a record is refused, because other replicas would not have it. `damaged` is called with each damage
+        found, `check` repeatedly during long work, as a sign of life. `lacks_room`: is the disk or the quota full?
         `has_room`: may a copy of so many bytes be made?
         `now_s`: the clock for ages. After the start, `before_topic` is called before a message makes a topic; it may
         wait, and make room meanwhile.
@@ -384,7 +388,7 @@ class Queues:
         """
         written, begin = 0, 0
         for at, block in enumerate(blocks):
-            if _is_change(block):  # between the lines before it and those behind it
+            if _is_change(block):  # after the lines before it, and before the lines after it
                 written += self._route(blocks[begin:at]) + self.sorter.make_topics()
                 self.changes.apply(bytes(block.data))
                 written += self._route([block])
@@ -452,7 +456,7 @@ class Queues:
     def close(self) -> None:
         """Route the waiting lines, write a checkpoint of everything, and close all logs."""
         self.make_topics()
-        self.settle()  # so that the tick carries out the starts that wait for a checkpoint
+        self.settle()  # so that the tick moves the start offsets that wait for a checkpoint
         self.tick()
         self.settle()
         if self.logs.unsynced:
@@ -462,6 +466,6 @@ class Queues:
 
 
 def _is_change(block: Block) -> bool:
-    """Return True if a block is the record of a change of a topic, which has a block of its own."""
+    """Return True if a block is the record of a change of a topic. Each such record is a block of its own."""
     is_key = block.count == 1 and block.key_length in _KEY_LENGTHS
     return is_key and record.routing_key_of(bytes(block.data)) in topic_changes.KEYS

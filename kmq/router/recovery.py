@@ -1,14 +1,17 @@
 """Checkpoints, and recovery from them at a start: what every log holds, and from which seq on the WAL is replayed.
 
+Example: router.ckpt covers seq 900, but topics/orders/0 ends with seq 850 after a power cut. `Recovery.run(1000)` cuts
+a torn last line of that log and returns 851.
+
 Owner       the router process; recovery runs before it routes anything.
 Invariant   A file that was written or made since the last checkpoint is synced by the next one, before router.ckpt
-            names it. No checkpoint covers more than `routed_seq`, and none has a topic that is not made yet.
+            names it. No checkpoint covers more than `routed_seq`. No checkpoint has a topic that is not made yet.
             After recovery each log is a prefix of what the WAL routes there, without what retention deleted. A record
-            gets the offset it had. Where records are lost for good, their offsets stay empty, and the router logs them
+            gets the offset it had. If records are lost for good, their offsets stay empty, and the router logs them
             (`unrecoverable`). If damage rather than a power cut may be the cause, only torn ends are cut.
-Crash       router.ckpt is the old or the new one, whole. Recovery finds again what was in memory here. Each of its steps
-            may be repeated: what was mended is synced by the next checkpoint; after a crash before that, the next start
-            mends it again.
+Crash       router.ckpt is always one whole file, the old or the new. Recovery rebuilds the state that was in memory.
+            Each of its steps may be repeated: the next checkpoint syncs the mended files. After a crash before that
+            checkpoint, the next start mends them again.
 """
 
 import os
@@ -50,7 +53,7 @@ class Checkpoints:
         # The writer's thread only waits for room: making room changes the logs, which belong to the routing thread.
         self.writer = checkpoint.Checkpointer(context.data, context.wait_outside, context.logger)
         self.dirty: list[str] = []  # files repaired or made since the last checkpoint, besides those in `logs.unsynced`
-        self.kept: list[Kept] = []  # ends of segments that outlive them with the next checkpoint
+        self.kept: list[Kept] = []  # copies of the ends of segments; the next checkpoint replaces the segments by them
         self.started_at = time.monotonic_ns()
         self._bytes_then = 0
 
@@ -137,7 +140,7 @@ class Recovery:
                 replay_from = replay_from if needed is None else min(replay_from, needed)
             self._context.check()
         routed = max((state.last_seq for state in self._logs.states.values()), default=0)
-        if replay_from < begin and routed + 1 < begin:  # else the queues have the records that the WAL no longer has
+        if replay_from < begin and routed + 1 < begin:  # else the logs have the records that the WAL no longer has
             logger.error("unrecoverable", first_seq=replay_from, last_seq=begin - 1, reason="no longer in the WAL")
         replay_from = max(replay_from, begin)
         if replay_from <= high:
@@ -165,7 +168,7 @@ class Recovery:
         if segments:
             state.set_segments(segments)
         self._logs.states[topic.name, number] = state
-        if is_changed and segments:  # a process that was killed wrote it, and it may not be synced
+        if is_changed and segments:  # written by a process that was killed, so perhaps not synced
             self._logs.unsynced.add(self._logs.log_of(topic, number))
         self._restore_indexes(row, segments, state.end_offset)
         if not was_there or self._lacks_link_or_index(row, state):
@@ -177,14 +180,15 @@ class Recovery:
     def _mend(
         self, row: KnownPartition, segments: list[Segment], wal_range: WalRange
     ) -> tuple[PartitionState, int | None]:
-        """Cut torn ends, and write missing records before whole segments from the WAL.
+        """Cut torn ends. Where records before a whole segment are missing, write them from the WAL.
 
-        Return the state, and the seq from which the log needs a replay (None: it needs none).
+        Return the state, and the seq from which the log needs a replay (None: no replay needed).
         """
         for part in segments:
             reader.check_place(part.path, part.first, by_seq=False)
         known = row.known
-        # Without a checkpoint, retention may have deleted the front, or it was lost; the WAL may still have it.
+        # Without a checkpoint: the first records are missing because retention deleted them, or because they were lost.
+        # The WAL may still have them.
         may_begin = known.last_seq or not segments or wal_range.first <= row.topic.from_seq
         begin = known.start if may_begin else segments[0].first
         if segments and not known.last_seq:
@@ -214,8 +218,8 @@ class Recovery:
         dirty = [part.path for part in touched]
         for part in touched:
             if not lost_index.is_whole(part.path):
-                continue  # `_restore_indexes` decides whether it may get one again
-            try:  # a damaged segment must not get a new crc: readers refuse it until it is repaired
+                continue  # `_restore_indexes` decides whether it may get an index again
+            try:  # a damaged segment must not get a new crc: readers must refuse it until it is repaired
                 reader.indexed_end(part.path, part.first, by_seq=False)
             except DamageError as err:
                 self._context.logger.error("damaged", file=part.path, reason=err)
@@ -228,7 +232,7 @@ class Recovery:
     def _find_missing_end(
         self, row: KnownPartition, remains: Remains, wal_range: WalRange
     ) -> tuple[PartitionState, int | None]:
-        """Decide how a short log gets its missing end: as one more gap, or from a replay. Return what `_mend` returns."""
+        """Decide how a short log gets its missing end: as one more gap, or by a replay. Return what `_mend` returns."""
         state, known = remains.state, row.known
         is_short = state.end_offset < known.end_offset
         if not state.last_seq and not is_short:
@@ -248,8 +252,8 @@ class Recovery:
         never_had = self._in_force.first_state(row.topic.name, row.number).end_offset
         is_after_start = remains.segments and not state.last_seq and state.end_offset > never_had
         if needed < wal_range.first or is_after_start:
-            # A replay would begin with the oldest record of the WAL, or with those that a start has deleted, and give it
-            # a wrong offset. As a gap, the records are numbered from its end.
+            # A replay would begin with the oldest record of the WAL, or with records deleted when the start offset was
+            # moved. These would get wrong offsets. In a gap, records are numbered back from its end.
             into = remains.segments[-1] if remains.segments else None
             remains.gaps.append(Gap(state.end_offset, known.end_offset, SeqRange(needed, known.last_seq), into))
             state.end_offset, state.last_seq = known.end_offset, known.last_seq
@@ -259,7 +263,7 @@ class Recovery:
         return state, needed
 
     def _last_seq_before(self, row: KnownPartition, end: int) -> int:
-        """Return the last seq of a log that ends with offset `end` and has no record; 0 if it never had any."""
+        """Return the last seq that an empty log with end offset `end` has had; 0 if it never had a record."""
         known: PartitionState = row.known
         if end == known.end_offset:
             return known.last_seq
@@ -275,7 +279,7 @@ class Recovery:
     def _fill(self, row: KnownPartition, gap: Gap, is_end: bool) -> list[str]:
         """Write the records of a gap from the WAL; return the files to be synced.
 
-        Records that the WAL no longer has are reported.
+        Report the records that the WAL no longer has.
         """
 
         def blocks() -> Iterator[bytes]:
@@ -307,7 +311,7 @@ class Recovery:
         return log.unsynced
 
     def _log_into(self, row: KnownPartition, gap: Gap, lost: int) -> PartitionLog:
-        """Return a log that writes into a gap: the segment that was cut, else a new one behind the lost records."""
+        """Return a log that writes into a gap: into the segment that was cut, or a new one after the lost records."""
         begin = gap.first + lost
         state = PartitionState(begin, gap.seqs.first - 1, 0, begin)
         if gap.into is not None and not lost:
@@ -319,9 +323,9 @@ class Recovery:
     # --- links and indexes -------------------------------------------------------------------------------------------
 
     def _restore_indexes(self, row: KnownPartition, segments: Sequence[Segment], end: int) -> None:
-        """Write the indexes again that are lost or torn: no reader believes a segment without.
+        """Write lost or torn indexes again, because readers refuse a segment without an index.
 
-        Raises DamageError if the active segment may not get one: an append would give it one.
+        Raises DamageError if the active segment may not get an index again: the next append would write one.
         """
         context, ends = self._context, [*(part.first for part in segments[1:]), end]
         for number, part in enumerate(segments):
@@ -345,7 +349,7 @@ class Recovery:
             context.logger.warn("index_restored", file=segment.index_path(part.path))
 
     def _check_index_may_be_made(self, row: KnownPartition, segments: Sequence[Segment], number: int, end: int) -> None:
-        """Check that a segment that has lost its index may get one again; raises DamageError if not. `end`: its end."""
+        """Raise DamageError if a segment that has lost its index may not get a new one. `end`: its end offset."""
         table, name, data = self._in_force.table, row.topic.name.encode(), self._context.data
 
         def contradiction(line: bytes) -> str:
@@ -369,7 +373,7 @@ class Recovery:
 
 def _settle(directory: str, known: PartitionState) -> list[Segment]:
     """Finish a deletion of segments that a kill interrupted, and return the segments of the log."""
-    # The kill may have come after the checkpoint and before their removal, or before the copy got its name.
+    # The kill may have come between the checkpoint and the removal of the segments, or before the copy got its name.
     segment.remove([part for part in segment.survey(directory) if part.first < known.start])
     remnant.settle(directory)
     segment.settle(directory)

@@ -1,12 +1,14 @@
 """Routing: sorting stored lines into the partition logs of their topics. The hot path of the router.
 
+Example: the line `17|<ts>|orders.eu|…` goes to topics/orders/<partition of key eu>.
+
 Owner       the router process.
 Invariant   Every record up to `routed_seq` is in its log (in the page cache; the checkpoint says what is on disk),
             except what dropped.log names and the records of deleted topics. Every record up to `sorted_seq` is in its
             log, or waits for its topic to be made. Routing depends only on the line and on the topics in force at its
             seq.
-Crash       The memory here may be lost: the next start replays the WAL from the checkpoint, and each log skips what it
-            has.
+Crash       The state here is in memory only. The next start replays the WAL from the checkpoint, and each log skips the
+            records that it has.
 Memory      At most _MAX_ROUTES cached routing keys of at most _MAX_ROUTE bytes. declarations.py bounds the waiting lines.
 """
 
@@ -28,8 +30,8 @@ _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
 _MAX_ROUTES = 1 << 16  # cached routing keys: a producer with random keys must not fill the memory
 _MAX_ROUTE = 256  # bytes of a cached routing key: a producer with long keys must not fill it either
 
-# Where a routing key leads. A Topic: its partition depends on the seq. A Newcomer: it has to be made first.
-# None: nowhere, because its topic was deleted after this record.
+# Where lines with a routing key go. A Topic: the partition depends on the seq. A Newcomer: the topic has to be made
+# first. None: nowhere, because the topic was deleted after this record.
 Target = PartitionLog | Topic | Newcomer | None
 
 
@@ -51,7 +53,7 @@ class Sorter:
         self.newcomers = Newcomers()
         self._making: Newcomer | None = None  # its lines are being written to their log
         self.sorted_seq = 0
-        self.routed_bytes = 0  # since the start of the process, and what that has replayed
+        self.routed_bytes = 0  # since the start of the process, with the replay
 
     @property
     def routed_seq(self) -> int:
@@ -72,7 +74,7 @@ class Sorter:
         written = 0
         mixed: list[bytes] = []
         for block in blocks:
-            if block.key_length:  # earlier lines first: a topic is in force from its first message on
+            if block.key_length:  # earlier lines first, because a topic is in force from its first message on
                 written += self._route_lines(mixed)
                 mixed = []
             target = self._common_target(block)
@@ -96,13 +98,13 @@ class Sorter:
             self._making = newcomer
             written += self._route_lines([self.newcomers.remove(newcomer)])
             self._making = None
-            self._routes.clear()  # routes of these older lines may not hold for newer lines, nor the other way round
+            self._routes.clear()  # cached routes of older lines may be wrong for newer lines, and the reverse
             made += 1
         self.routed_bytes += written
         return written
 
     def replay(self, seqs: SeqRange, change: Callable[[bytes], object]) -> None:
-        """Route records from the WAL, without dropped ones; each log skips what it has.
+        """Route records from the WAL, except dropped records. Each log skips the records that it has.
 
         `change` carries out the record of a change of a topic.
         """
@@ -111,10 +113,10 @@ class Sorter:
             for lines in wal.read(self._context.data, first, last):
                 for part, key in topic_changes.parts(lines):
                     if key in topic_changes.KEYS:
-                        self.make_topics()  # of lines before this replay: they are older than the change
+                        self.make_topics()  # named by lines that are older than the change
                         change(part)
                     self._route_lines([part])
-                    # What a log has already counts, too: until the next checkpoint every start reads it again.
+                    # Bytes that a log has already count, too: until the next checkpoint every start reads them again.
                     self.routed_bytes += len(part)
                     self.make_topics()
                 self._context.check()
@@ -122,7 +124,7 @@ class Sorter:
         self._routes.clear()
 
     def _common_target(self, block: Block) -> Target:
-        """Return where all lines of a block lead, if the framer saw that they share a routing key; else None."""
+        """Return the target of all lines of a block if the framer saw that they share a routing key; else None."""
         if not block.key_length or block.first_seq < self._table.marks_from <= block.last_seq:
             return None
         head = bytes(block.data[: _STAMP_BYTES + block.key_length])
@@ -191,7 +193,7 @@ class Sorter:
             target = self._log_of(topic, topic.partition_of(route, seq))
         if len(self._routes) >= _MAX_ROUTES:
             self._routes.clear()
-        may_change = seq < self._table.marks_from and b".@" in routing_key  # a mark in later records
+        may_change = seq < self._table.marks_from and b".@" in routing_key  # in later records `.@` is a mark
         if len(routing_key) <= _MAX_ROUTE and not may_change:
             self._routes[routing_key] = target
         return target

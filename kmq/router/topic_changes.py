@@ -1,16 +1,19 @@
-"""Changes of topics: declarations, limits, growth, starts, deletion. Each is a record of the WAL (kmq/log/topic_changes.py).
+"""Carries out changes of topics: declarations, limits, growth, new start offsets, deletion.
 
-Owner       the router process: commands only submit requests, and the framer makes records of them.
-Invariant   A change is carried out between the lines before its record and those behind it, with the seq of the record,
-            whenever that is: at once, or in a replay. A deleted topic's last seq is on disk in `deletions` before any of
-            its files is removed, and no record after that seq is in the deleted queue. A grown topic's first seq with
+Each change is a record of the WAL (kmq/log/topic_changes.py). Example: `__kmq.start|<ts>|;request=…|orders 3=4711`
+deletes what partition 3 of orders has before offset 4711.
+
+Owner       the router process. Commands only submit requests, and the framer makes records of them.
+Invariant   A change is carried out after the lines before its record and before the lines after it, with the seq of the
+            record, at first and in a replay. A deleted topic's last seq is on disk in `deletions` before any of its
+            files is removed, and no record after that seq is in the deleted queue. A grown topic's first seq with
             more partitions is on disk in topic.toml before a record is routed by it. A request is removed after its
             record was carried out.
-            What a start has deleted comes back neither in a replay nor in a rebuild that has its record.
-Crash       A record that was carried out may be carried out again: that changes nothing. Between `deletions` and the
-            removal of the directory, which takes as many turns as it has files (`sweep`), the next start removes it
-            (`finish_deletions`). Between topic.toml and the new partitions, the next start makes them (declarations.py).
-No record   Topics that messages make, and declarations of a release before these records; a shard refuses the latter.
+            Records deleted by a new start offset never return, in a replay or in a rebuild that has its record.
+Crash       Carrying out a record again changes nothing. If a kill comes after the write of `deletions`, the next start
+            removes the rest of the directory (`finish_deletions`); the removal takes many turns (`sweep`). If a kill
+            comes after the write of topic.toml, the next start makes the new partitions (declarations.py).
+No record   Topics that messages make, and declarations of releases before these records; a shard refuses the latter.
 """
 
 import os
@@ -40,13 +43,13 @@ _SWEPT_AT_ONCE = 16  # files of deleted topics between two batches of lines: eig
 
 
 class _When(namedtuple("_When", ("first", "last", "ts"))):
-    """`first`: from which seq on a change holds; `last`: the last seq that what it ends has; `ts`: as stored."""
+    """`first`: first seq for which a change holds; `last`: last seq of what the change ends; `ts`: as stored."""
 
     __slots__ = ()
 
 
 class TopicChanges:
-    """Carries out the records of changes, and what needs none."""
+    """Carries out the records of changes, and requests that have no record."""
 
     def __init__(
         self,
@@ -59,9 +62,9 @@ class TopicChanges:
         retain: Callable[[], None],
         begin_at: Callable[[Iterable[tuple[PartitionLog, int]]], None],
     ) -> None:
-        """Take the parts of the router. `retain` seals and deletes what is over its limits, at once.
+        """Take the parts of the router. `retain` seals and deletes segments over their limits, at once.
 
-        `begin_at` takes logs, and the offset with which each begins from now on.
+        `begin_at` takes logs, each with its new start offset.
         """
         self._context, self._in_force, self._logs, self._retain = context, in_force, logs, retain
         self._begin_at = begin_at
@@ -72,10 +75,11 @@ class TopicChanges:
         self._sweeping: Iterator[None] | None = None  # removes the files of deleted topics, one a step
 
     def recovered(self, checkpoint_seq: int) -> None:
-        """Note what a start has found; `checkpoint_seq`: what the checkpoint covers.
+        """Note what a start of the router has found; `checkpoint_seq`: the last seq that the checkpoint covers.
 
-        What it covers is final, and what the queue of these records has was carried out. Without a checkpoint files may
-        be missing, so the replay looks at every change again; but at limits only once: they may be edited by hand.
+        Changes up to that seq are final. A change whose record is in the queue of changes was carried out. Without a
+        checkpoint files may be missing, so a replay carries out every change again, except limits: these may have been
+        edited by hand since.
         """
         changes = self._logs.states.get((topic_changes.TOPIC, 0))
         self._last_seq = max(checkpoint_seq, changes.last_seq if changes else 0)
@@ -91,7 +95,7 @@ class TopicChanges:
             self._context.logger.warn("request_refused", file="append", topic=topic_changes.TOPIC, reason=err)
             return
         is_done = change.seq <= (self._last_seq if change.verb == topic_changes.SET else self._final)
-        if change.verb == topic_changes.START:  # a log that is rebuilt has again what the start had deleted
+        if change.verb == topic_changes.START:  # a rebuilt log has the deleted records again
             is_done = is_done and not self._is_in_force(change)
         if not is_done:
             self._sync_wal()
@@ -102,7 +106,7 @@ class TopicChanges:
             request.remove()
 
     def carry_out(self) -> None:
-        """Carry out requests that need no record, and put declarations that have none in force from the next seq on."""
+        """Carry out requests that need no record. Put declarations without a record in force from the next seq on."""
         data = self._context.data
         mtime = os.stat(f"{data}/topics").st_mtime_ns
         if mtime == self._read_mtime:
@@ -129,22 +133,22 @@ class TopicChanges:
                     self._declarations.adopt(name, self._sorter.sorted_seq + 1)
 
     def set_early(self) -> None:
-        """Set limits before their record comes: it may wait for the room that a lower limit makes. It sets them again.
+        """Set requested limits early: their record may wait for the room that a lower limit makes. It sets them again.
 
-        Not of a topic that is only declared: its record, which says from which seq on it is in force, is still to come.
+        Skip a topic that is not in force yet: the record that says from which seq on it is in force is still to come.
         """
         for request in topic_changes.waiting(self._context.data):
             is_new = request.verb == topic_changes.SET and request.name not in self._early
             if is_new and self._in_force.has(request.topic):
                 self._early.add(request.name)
-                when = _When(0, 0, "")  # limits need none
+                when = _When(0, 0, "")  # limits need no seq
                 self._carry_out(TopicChange(request.verb, request.topic, None, request.limits, request.name), when)
 
     def _is_known(self, name: str) -> bool:
         return self._in_force.has(name) or name.encode() in self._sorter.newcomers
 
     def _carry_out(self, change: TopicChange, when: _When) -> None:
-        """Carry out a change. Its incarnation is None if it has no record: then it is for the topic in force."""
+        """Carry out a change. A change without a record has the incarnation None, and is for the topic in force."""
         try:
             if change.verb == topic_changes.CREATE:
                 self._create(change, when.first)
@@ -165,7 +169,7 @@ class TopicChanges:
             self._context.logger.warn("request_refused", file=path, topic=change.topic, reason=err)
 
     def _topic_of(self, change: TopicChange) -> Topic:
-        """Return the topic in force that is to be changed. Raises ConfigError if there is none."""
+        """Return the topic in force that is to be changed. Raises ConfigError if there is no such topic."""
         name = change.topic
         if name == topic_changes.TOPIC:
             raise ConfigError(f"topic {name!r}: keeps everything, and never changes")
@@ -181,7 +185,7 @@ class TopicChanges:
         return topic
 
     def _create(self, change: TopicChange, seq: int) -> None:
-        """Put a declared topic in force from `seq` on. Raises ConfigError if there is one, or it cannot be."""
+        """Put a declared topic in force from `seq` on. Raises ConfigError if it exists already or is invalid."""
         name, data = change.topic, self._context.data
         if not record.is_topic_name(name):
             raise ConfigError(f"topic {name[:80]!r}: is no name of a topic")
@@ -206,7 +210,7 @@ class TopicChanges:
             raise
 
     def _remove_pending(self, name: str) -> None:
-        """Remove a declaration that was refused, or a message would find it."""
+        """Remove a refused declaration, because else a message could adopt it."""
         data = self._context.data
         if os.path.isdir(f"{data}/topics/{name}") and topics.load(data, name)[1] is None:
             self._remove(Topic(name, 1, 0))
@@ -231,7 +235,7 @@ class TopicChanges:
         self._context.logger.info("topic_limits_set", topic=name, **texts)
 
     def _grow(self, change: TopicChange, next_seq: int) -> None:
-        """Give a topic more partitions from `next_seq` on. Raises ConfigError if that cannot be."""
+        """Give a topic more partitions from `next_seq` on. Raises ConfigError if that is not possible."""
         self._sorter.make_topics()  # waiting lines may be of this topic, and older than the seq written below
         topic, data = self._topic_of(change), self._context.data
         name, partitions = change.topic, change.partitions
@@ -260,7 +264,7 @@ class TopicChanges:
         )
 
     def _start(self, change: TopicChange) -> None:
-        """Delete what its partitions have before some offsets. Raises ConfigError if there is no such partition."""
+        """Delete the records before the given offsets of partitions. Raises ConfigError if a partition is missing."""
         self._sorter.make_topics()  # waiting lines may be of this topic, and older
         topic, starts = self._topic_of(change), change.starts
         if max(starts, default=0) >= topic.partitions:
@@ -270,9 +274,9 @@ class TopicChanges:
         self._begin_at([(log, self._end_then(log, offset, change.seq)) for log, offset in logs.items()])
 
     def begin_recorded(self) -> None:
-        """Carry out the starts of the records that a start of the router finds undone.
+        """Move the start offsets that have a record but were not moved; call it when the router starts.
 
-        They were postponed before it, or a release that does not know them has passed over their records.
+        The moves were postponed before that, or an older release that does not know such records skipped them.
         """
         undone: list[tuple[PartitionLog, int]] = []
         for (name, from_seq, number), starts in checkpoint.recorded_starts(self._context.data).items():
@@ -287,9 +291,9 @@ class TopicChanges:
         self._begin_at(undone)
 
     def _end_then(self, log: PartitionLog, offset: int, seq: int) -> int:
-        """Return `offset`, at most the end that a log had when the record `seq` came.
+        """Return `offset`, limited to the end offset that a log had at record `seq`.
 
-        A record without a seq is of now. At damage that end is not known: return 0, and the log stays as it is.
+        If `seq` is 0, the change is of now. If the log is damaged, that end is unknown: return 0, so the log stays.
         """
         if not seq or log.state.last_seq < seq or offset <= log.state.start:
             return offset
@@ -305,7 +309,7 @@ class TopicChanges:
         return topic is not None and change.incarnation == topic.from_seq
 
     def _sync_wal(self) -> None:
-        """Sync the WAL, or after a power cut other records could get the seqs up to which all is sorted."""
+        """Sync the WAL. Else, after a power cut, other records could get seqs that were sorted already."""
         if not self._context.wal_is_synced:
             sync_file(os.path.realpath(f"{self._context.data}/append.log"))
 
@@ -317,7 +321,7 @@ class TopicChanges:
             return  # carried out before a kill
         topic = self._topic_of(change)
         self._sorter.make_topics()  # waiting lines may be older than the last seq written below
-        self._checkpoints.finish()  # a running checkpoint syncs files by name, which are about to go
+        self._checkpoints.finish()  # a running checkpoint syncs files by name, and these are about to be removed
         ends = [log.state.end_offset for log in self._logs.of_topic(topic)]
         all_deletions = deletions.read(data)
         has_had_records = topic.from_seq <= last_seq
@@ -347,7 +351,7 @@ class TopicChanges:
             self.sweep()
 
     def finish_deletions(self) -> None:
-        """Remove what a kill has left of deleted topics; call at a start, before anything else."""
+        """Remove the rest of topics whose deletion a kill interrupted; call at a start, before anything else."""
         data = self._context.data
         all_deletions = deletions.read(data)
         if deletions.faults(data):

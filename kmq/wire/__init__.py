@@ -1,1 +1,1 @@
-"""What brokers and clients say to one another besides messages."""
+"""Requests, replies and refusals between brokers and clients: everything they send besides messages."""

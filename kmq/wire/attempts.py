@@ -1,13 +1,14 @@
-"""Which attempt to connect an opening is: `attempt=<run>.<number>` of a hello, of GROUP and of a Join.
+"""Numbers a program's attempts to connect: `attempt=<run>.<number>` in a hello, in GROUP and in a Join.
 
-A program that waits too long for the answer to its opening gives the connection up and makes another one. The first
-opening may still be on its way, as at the door of a follower. When it arrives it must not end the newer connection.
+A program that waits too long for the answer to its opening closes the connection and makes another one. The first
+opening may still be under way, for example in the door of a follower. When it arrives it must not end the newer
+connection.
 
 Invariant   An opening never takes a name away from a later attempt of the same run. The owner of the names keeps the
             attempt with the connection or member that has the name, and refuses an earlier one (`fenced`) before it
             changes anything.
-Not covered An opening that arrives when nobody has the name: it gets the name, and the next attempt takes it away.
-            Openings that say no attempt, or one of another run: who comes last has the name.
+Not covered An opening that arrives while the name is free: it gets the name, and the next attempt takes it away.
+            Openings without an attempt, or of another run: the last one has the name.
 """
 
 import re
@@ -34,7 +35,7 @@ class Attempt(namedtuple("Attempt", ("run", "number"))):
 
 
 def attempt_of(text: str) -> Attempt:
-    """Return the attempt that a word names. Raises ValueError, which says what is expected."""
+    """Parse `<run>.<number>`. Raises ValueError that says what is expected."""
     match = _ATTEMPT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text[:80]!r}: {EXPECTED}")

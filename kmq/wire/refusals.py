@@ -13,12 +13,12 @@ Not covered How often a code was sent (kmq/gateway/core/metrics.py), and `reason
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_FAILED, EXIT_RETRY
 
 # What is refused.
-MESSAGE = "message"  # one message: the connection goes on; sent as a plain line it becomes a record of dead.malformed
-CONNECTION = "connection"  # a connection, or everything that it still sends
+MESSAGE = "message"  # one message: the connection continues; a plain line becomes a record of dead.malformed
+CONNECTION = "connection"  # a connection, or all its later messages
 REQUEST = "request"  # one request to the gateway
 CLIENT = "client"  # found by the client, never sent by a broker: the client ends its connection
 
-# In which class ingress counts what it refuses: words `errs_…` of its row of the stats page.
+# The classes in which ingress counts refusals: words `errs_…` of its row of the stats page.
 AUTH, FORMAT, LIMIT, ORDER = CLASSES = ("auth", "format", "limit", "order")
 
 # Rows that agree in more than one column: gRPC status, HTTP status, exit code of a program that gives up, class.
@@ -128,6 +128,12 @@ _ROWS = (
     Refusal(
         REQUEST, "group_kind", _STALE, "one of the group's members assigns (kind kafka), or the broker does (kind kmq)"
     ),
+    Refusal(
+        REQUEST,
+        "kafka_owner",
+        _STALE,
+        "a member by Kafka's protocol owns the partition, and what is given back does not come to it",
+    ),
     Refusal(REQUEST, "unknown_member", _STALE, "the group has no such member now; join again"),
     Refusal(REQUEST, "unknown_group", _UNKNOWN, "no group of this name is known"),
     Refusal(REQUEST, "group_not_empty", _STALE, "the group has members"),
@@ -174,11 +180,11 @@ _INTERNAL = _BY_CODE["internal"]
 RETRYABLE = frozenset(row.code for row in _ROWS if row.is_retryable and row.scope == CONNECTION)
 # A member of a group that the broker has ended for one of these joins again.
 REJOIN = frozenset({"session_timeout", "poll_timeout", "rebalance_timeout", "unknown_member"})
-GONE = ("unknown_topic", "unknown_partition")  # what was asked for is not there, or not any more
+GONE = ("unknown_topic", "unknown_partition")  # the topic or partition does not exist, or was deleted
 
 
 def table() -> tuple[Refusal, ...]:
-    """Return all rows in the order in which a reader meets them: messages, connections, requests, the client's own."""
+    """Return all rows in reading order: messages, connections, requests, the client's own."""
     return _ROWS
 
 
@@ -193,7 +199,7 @@ def find(code: str) -> Refusal:
 
 
 def of_key(reason: str) -> str:
-    """Return why a routing key is none. `reason`: what record.key_refusal said, of which one is no refusal of a line."""
+    """Return why a routing key is invalid. `reason`: of record.key_refusal, whose `separator` has no row here."""
     return "it must not hold | or a newline" if reason == "separator" else find(reason).text
 
 

@@ -1,7 +1,7 @@
 """The replies of the consumer port, each with its encoder and its decoder. kmq/wire/requests.py lists them.
 
 Invariant   decode(encode(x)) == x for every reply. A line that is no such reply raises BadLine.
-Not covered The stored lines behind `!batch` and `!ok`: kmq/message/message.py reads those.
+Not covered The stored lines after `!batch` and `!ok`: kmq/message/message.py reads those.
 """
 
 import re
@@ -27,7 +27,8 @@ class Started(NamedTuple):
 class Batch(NamedTuple):
     """`lines` stored lines follow, `nbytes` bytes, from `offset` on. place None: there are no records.
 
-    `deliveries`: it is one message, which comes again, and this is how often it was delivered; 0: they are new.
+    `deliveries`: one redelivered message follows, delivered so often; 0: the messages are new.
+    `overtaken`: so many messages before these were deleted before the group had read them.
     """
 
     place: TopicPartition | None
@@ -35,13 +36,15 @@ class Batch(NamedTuple):
     lines: int = 0
     nbytes: int = 0
     deliveries: int = 0
+    overtaken: int = 0
 
     def encode(self) -> bytes:
         if self.place is None:
             return b"!batch -\n"
         if self.deliveries:
             return f"!batch again {self.place} {self.offset} 1 {self.nbytes} deliveries={self.deliveries}\n".encode()
-        return f"!batch {self.place} {self.offset} {self.lines} {self.nbytes}\n".encode()
+        overtaken = f" overtaken={self.overtaken}" if self.overtaken else ""
+        return f"!batch {self.place} {self.offset} {self.lines} {self.nbytes}{overtaken}\n".encode()
 
 
 NO_RECORDS = Batch(None)
@@ -77,7 +80,7 @@ class Sought(NamedTuple):
 
 
 class PartitionOffsets(NamedTuple):
-    """The first offset, the end, the one read next, and the one that is committed; None: none."""
+    """The first offset, the end offset, the next offset to read, and the committed offset (None: not committed)."""
 
     place: TopicPartition
     start: int
@@ -100,7 +103,7 @@ class OffsetsReply(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """These next offsets are durable; `is_again`: that these messages are handled."""
+    """These next offsets are durable. `is_again`: it is durable that these redelivered messages are handled."""
 
     offsets: tuple[tuple[TopicPartition, int], ...]
     is_again: bool = False
@@ -111,7 +114,7 @@ class Committed(NamedTuple):
 
 
 class Nacked(NamedTuple):
-    """The answer to `!nack`. `letter`: where the dead letter of the message is; "": it comes again."""
+    """The answer to `!nack`. `letter`: the place of the message's dead letter; "": the message will be redelivered."""
 
     place: TopicPartition
     offset: int
@@ -142,7 +145,7 @@ class Failed(NamedTuple):
             return None
 
     def encode(self) -> bytes:
-        text = " ".join(self.text.split())  # a line, whatever an exception's text holds
+        text = " ".join(self.text.split())  # one line, even if the exception's text has several
         return " ".join(filter(None, ["!err", self.request, self.code, text])).encode(errors="replace") + b"\n"
 
 
@@ -179,15 +182,18 @@ def _batch(words: list[str]) -> Batch:
         _, place, offset, lines, nbytes, deliveries = words
         if lines != "1":
             raise BadLine("!batch again: is one line")
-        return Batch(partition_of(place), offset_of(offset), 1, offset_of(nbytes), _deliveries(deliveries))
-    place, offset, lines, nbytes = words
-    return Batch(partition_of(place), offset_of(offset), offset_of(lines), offset_of(nbytes))
+        return Batch(partition_of(place), offset_of(offset), 1, offset_of(nbytes), _counted(deliveries, "deliveries"))
+    place, offset, lines, nbytes, *more = words
+    overtaken = sum(_counted(word, "overtaken") for word in more)
+    if len(more) > 1:
+        raise BadLine("!batch: says too much")
+    return Batch(partition_of(place), offset_of(offset), offset_of(lines), offset_of(nbytes), overtaken=overtaken)
 
 
-def _deliveries(word: str) -> int:
-    count = offset_of(_value(word, "deliveries"))
+def _counted(word: str, name: str) -> int:
+    count = offset_of(_value(word, name))
     if not count:
-        raise BadLine("deliveries=0: must be at least 1")
+        raise BadLine(f"{name}=0: must be at least 1")
     return count
 
 
@@ -196,7 +202,7 @@ def _nacked(words: list[str]) -> Nacked:
     if len(letter) > 1:
         raise BadLine("!nacked: says too much")
     where = _value(letter[0], "letter") if letter else ""
-    return Nacked(partition_of(place), offset_of(offset), _deliveries(deliveries), where)
+    return Nacked(partition_of(place), offset_of(offset), _counted(deliveries, "deliveries"), where)
 
 
 def _at(word: str) -> tuple[TopicPartition, int]:

@@ -2,33 +2,36 @@
 
     → CONSUME <topic>[/<partition>] [from=<position>] [max=<n>] [follow] [raw] [token=<token>]
     → GROUP <group> member=<name> topics=<topic>[,<topic>…] [assignor=<name>] [session=<time>]
-      [attempt=<run>.<number>] [token=<token>] [more]
-    → ASSIGN [<group>] <topic>/<partition>[@<position>] … [token=<token>] [more]
+      [attempt=<run>.<number>] [given=said] [overtaken=said] [token=<token>] [more]
+    → ASSIGN [<group>] <topic>/<partition>[@<position>] … [overtaken=said] [token=<token>] [more]
     → !fetch <max bytes> [wait=<ms>] [<topic>/<partition> …]
     → !seek <topic>/<partition> <position>          → !offsets [<topic>/<partition> …]
     → !commit <topic>/<partition> <next offset> …   → !revoked      → !beat      → !leave
     → !nack <topic>/<partition> <offset> [delay=<ms>] [reason=<text>]
-    → !commit again <topic>/<partition> <offset> …  a message that came by `!batch again` is handled
+    → !commit again <topic>/<partition> <offset> …  a message from `!batch again` is handled
+    → !given <topic>/<partition> <next offset> …    the program is given messages up to here; no answer
     ← !ok <topic>/<partition> offset=<first>
-    ← !batch <topic>/<partition> <first offset> <lines> <bytes>, then that many stored lines; !batch -: no records
+    ← !batch <topic>/<partition> <first offset> <lines> <bytes> [overtaken=<n>], then that many stored lines;
+      !batch -: no records
     ← !batch again <topic>/<partition> <offset> 1 <bytes> deliveries=<n>, then the stored line
     ← !assign <generation> [<topic>/<partition>@<next offset> …]    ← !revoke <topic>/<partition> …
     ← !seek <topic>/<partition>@<next offset>
     ← !offsets <topic>/<partition> start=<n> end=<n> next=<n> committed=<n or -> …
     ← !committed <topic>/<partition> <next offset> …          ← !committed again <topic>/<partition> <offset> …
     ← !nacked <topic>/<partition> <offset> deliveries=<n> [letter=<topic>/<partition>@<offset>]
-    ← !err <code> <text>                            the end of the connection
-    ← !err <request> <code> <text>                  the answer to one `!<request>`; the connection goes on
-    ← !err consume damaged <topic>/<partition>: …   a partition that a follower is not sent for now; the others go on
+    ← !err <code> <text>                            the connection ends
+    ← !err <request> <code> <text>                  the answer to one `!<request>`; the connection continues
+    ← !err consume damaged <topic>/<partition>: …   `follow` pauses this partition; the others continue
 
-`more`: the next line goes on with the same request, GROUP or ASSIGN, the same group and member, and further topics or
-partitions. Options count in the first line.
+`more`: the next line continues the request: again GROUP or ASSIGN, the same group and member, further topics or
+partitions. Only options of the first line count.
 
 A position is `earliest`, `latest`, an offset, or a time in RFC 3339. Names of groups and members, and reasons, are
 percent-encoded. A line ends with a newline, or with carriage return and newline. No stored line begins with `!`.
 
-Invariant   decode(encode(x)) == x for every request and reply: a value of which another request would be read is never
-            encoded. It raises BadLine, as does a line that is no request; the text says what is wrong and was expected.
+Invariant   decode(encode(x)) == x for every request and reply: a value that would be read as another request is never
+            encoded. It raises BadLine, as does a line that is no request; the text says what is wrong and what was
+            expected.
 Not covered Whether a topic, a partition or an offset exists: only the broker knows that.
 """
 
@@ -49,7 +52,7 @@ MAX_REPLY = 1 << 22  # bytes of a reply line: an assignment of 10,000 partitions
 MAX_OPENING = 1 << 20  # bytes of all lines of an opening
 MAX_WAIT_MS = 300_000
 MAX_NAME = 200  # characters of the name of a group or member
-MAX_REASON = 250  # characters of why a message is given back
+MAX_REASON = 250  # characters of the reason of a nack
 MAX_DELAY_MS = 604_800_000
 ASSIGNORS = ("cooperative-sticky", "sticky", "range", "roundrobin")
 REQUESTS = ("fetch", "seek", "offsets", "commit", "nack")  # those that `!err <request> …` answers
@@ -58,11 +61,11 @@ _OFFSET = re.compile(r"\d{1,18}")
 _PARTITION = re.compile(r"(?:0|[1-9]\d{0,8})")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d)")
 _DURATION = re.compile(r"(\d{1,8})(ms|s|m)")
-_MOST_S = 86_400  # of a time
+_MOST_S = 86_400  # the longest time, in seconds
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 _NAME_SAFE = "!$&'()*+,-.:;@^_`~"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MOST_PLACES = 10_000  # whose words are remembered
+_MOST_PLACES = 10_000  # partitions whose words are cached
 
 
 class BadLine(ValueError):
@@ -81,7 +84,10 @@ class TopicPartition(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A place in a partition. `kind`: earliest, latest, offset, or time; `value`: the offset, or µs since the epoch."""
+    """A place in a partition. `kind`: earliest, latest, offset, time or received; `value`: the offset, or µs since the epoch.
+
+    `time`: the first message whose timestamp is that time or later. `received`: the first one received since then.
+    """
 
     kind: str
     value: int = 0
@@ -89,12 +95,14 @@ class Position(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "offset":
             return str(self.value)
-        if self.kind == "time":
-            return (_EPOCH + timedelta(microseconds=self.value)).isoformat().replace("+00:00", "Z")
+        if self.kind in ("time", "received"):
+            moment = (_EPOCH + timedelta(microseconds=self.value)).isoformat().replace("+00:00", "Z")
+            return moment if self.kind == "time" else RECEIVED + moment
         return self.kind
 
 
 EARLIEST, LATEST = Position("earliest"), Position("latest")
+RECEIVED = "received:"  # before a time in a position
 
 
 def partition_of(text: str) -> TopicPartition:
@@ -111,10 +119,11 @@ def position_of(text: str) -> Position:
         return Position(text)
     if _OFFSET.fullmatch(text):
         return Position("offset", int(text))
-    if _TIME.fullmatch(text):
+    moment = text.removeprefix(RECEIVED)
+    if _TIME.fullmatch(moment):
         try:
-            since = datetime.fromisoformat(text) - _EPOCH
-            return Position("time", max(0, since // timedelta(microseconds=1)))
+            since = datetime.fromisoformat(moment) - _EPOCH
+            return Position("time" if moment == text else "received", max(0, since // timedelta(microseconds=1)))
         except (ValueError, OverflowError):
             pass
     raise BadLine(f"{text[:80]!r}: must be earliest, latest, an offset, or a time such as 2026-11-23T12:00:00Z")
@@ -170,6 +179,10 @@ def _duration(text: str) -> float:
     return seconds
 
 
+def _said(text: str) -> bool:
+    return bool(_one_of("said")(text))
+
+
 def _attempt(text: str) -> Attempt:
     try:
         return attempt_of(text)
@@ -192,7 +205,7 @@ def _quoted(name: str) -> str:
 
 @lru_cache(_MOST_PLACES)
 def _spelled(place: TopicPartition) -> str:
-    """Return a partition as a word. Raises BadLine if another one, or none, would be read from it."""
+    """Return a partition as a word. Raises BadLine if the word would not be read as the same partition."""
     return str(partition_of(str(place)))
 
 
@@ -238,7 +251,9 @@ class Consume(NamedTuple):
 class Group(NamedTuple):
     """Join a group as `member`. `session_s`: seconds without any line after which the member counts as gone.
 
-    `more`: the next line has further topics. `attempt`: an earlier one of the same run is refused.
+    `more`: the next line has further topics. `attempt`: an earlier one of the same run is refused. `says_hand_outs`:
+    the client reports by `!given` which messages its program has, so messages that it only buffers do not count as
+    delivered. `hears_overtaken`: batches say how many messages before them were deleted before the group had read them.
     """
 
     group: str
@@ -249,31 +264,35 @@ class Group(NamedTuple):
     token: str = ""
     more: bool = False
     attempt: Attempt | None = None
+    says_hand_outs: bool = False
+    hears_overtaken: bool = False
 
     def encode(self) -> bytes:
         session = "" if self.session_s == 30 else f"session={round(self.session_s * 1000)}ms"
         who, topics = f"member={_quoted(self.member)}", f"topics={','.join(map(_topic, self.topics))}"
         assignor = _option("assignor", self.assignor, ASSIGNORS[0])
         attempt = "" if self.attempt is None else f"attempt={_attempt(str(self.attempt))}"
+        said = "given=said" * self.says_hand_outs, "overtaken=said" * self.hears_overtaken
         token, more = _option("token", self.token), "more" * self.more
-        return _encoded("GROUP", _quoted(self.group), who, topics, assignor, session, attempt, token, more)
+        return _encoded("GROUP", _quoted(self.group), who, topics, assignor, session, attempt, *said, token, more)
 
 
 class Assign(NamedTuple):
     """Read these partitions, without a group's management; commits go to `group`, if there is one.
 
-    `more`: the next line has further partitions.
+    `more`: the next line has further partitions. `hears_overtaken`: as in Group.
     """
 
     group: str | None
     partitions: tuple[tuple[TopicPartition, Position | None], ...]
     token: str = ""
     more: bool = False
+    hears_overtaken: bool = False
 
     def encode(self) -> bytes:
         words = [_spelled(place) if at is None else f"{_spelled(place)}@{at}" for place, at in self.partitions]
-        token, more = _option("token", self.token), "more" * self.more
-        return _encoded("ASSIGN", _quoted(self.group or ""), *words, token, more)
+        said, token, more = "overtaken=said" * self.hears_overtaken, _option("token", self.token), "more" * self.more
+        return _encoded("ASSIGN", _quoted(self.group or ""), *words, said, token, more)
 
 
 class Fetch(NamedTuple):
@@ -305,7 +324,7 @@ class Offsets(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Commit the next offset of each of these partitions; `is_again`: these messages, which had come again."""
+    """Commit the next offset of each of these partitions. `is_again`: commit these single redelivered messages."""
 
     offsets: tuple[tuple[TopicPartition, int], ...]
     is_again: bool = False
@@ -316,8 +335,20 @@ class Commit(NamedTuple):
         return _encoded("!commit", *again, *pairs)
 
 
+class Given(NamedTuple):
+    """Report that the client hands messages to its program, up to the next offset of each of these partitions.
+
+    Sent before they are handed out; there is no answer.
+    """
+
+    offsets: tuple[tuple[TopicPartition, int], ...]
+
+    def encode(self) -> bytes:
+        return _encoded("!given", *(word for place, offset in self.offsets for word in (_spelled(place), offset)))
+
+
 class Nack(NamedTuple):
-    """Give a message back: it comes again after a while. `reason`: why, for its dead letter; "" says nothing."""
+    """Nack a message: it is redelivered after a delay. `reason`: for its dead letter; "": no reason."""
 
     place: TopicPartition
     offset: int
@@ -340,7 +371,7 @@ class Word(NamedTuple):
 
 REVOKED, BEAT, LEAVE = Word("revoked"), Word("beat"), Word("leave")
 Opening = Consume | Group | Assign
-Request = Fetch | Seek | Offsets | Commit | Nack | Word
+Request = Fetch | Seek | Offsets | Commit | Given | Nack | Word
 
 
 def opening(line: bytes) -> Opening:
@@ -410,6 +441,8 @@ _SPELLED = {  # as typed → attribute
     "session": "session_s",
     "wait": "wait_ms",
     "delay": "delay_ms",
+    "given": "says_hand_outs",
+    "overtaken": "hears_overtaken",
 }
 _SPELLED_OUT = {attribute: typed for typed, attribute in _SPELLED.items()}
 
@@ -442,6 +475,8 @@ def _group(words: list[str]) -> Group:
         assignor=_one_of(*ASSIGNORS),
         session_s=_duration,
         attempt=_attempt,
+        says_hand_outs=_said,
+        hears_overtaken=_said,
         token=str,
     )
     for name in ("member", "topics"):
@@ -457,7 +492,7 @@ def _assign(words: list[str]) -> Assign:
     more = words[-1:] == ["more"]
     words = words[: len(words) - more]
     named = [word for word in words if "/" in word and not word.startswith("token=")]
-    options = _options([word for word in words if word not in named], token=str)
+    options = _options([word for word in words if word not in named], hears_overtaken=_said, token=str)
     places: dict[TopicPartition, Position | None] = {}
     for word in named:
         text, at, position = word.partition("@")
@@ -523,6 +558,7 @@ _REQUESTS: dict[str, Callable[[list[str]], Request]] = {
     "!seek": _seek,
     "!offsets": lambda words: Offsets(_places(words)),
     "!commit": _commit,
+    "!given": lambda words: Given(_pairs(words, "!given")),
     "!nack": _nack,
     "!revoked": _word(REVOKED),
     "!beat": _word(BEAT),

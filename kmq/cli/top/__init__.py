@@ -1,7 +1,7 @@
-"""`kmq top`: a broker at a glance, four times a second.
+"""`kmq top`: the state of a broker on one screen, four times a second.
 
-snapshot.py      what is known at one moment: one value, whoever looked
-readers.py       who looks: at the broker of this directory (kmq/broker/overview.py), or at one elsewhere, by its gateway
+snapshot.py      the state at one moment, as one value, whoever read it
+readers.py       read it from the broker of this directory (kmq/broker/overview.py), or from a gateway elsewhere
 screen.py        a snapshot and a size → lines; pure
-terminal.py      the terminal: keys, size, signals, and how it was before
+terminal.py      the terminal: keys, size, signals, and its modes before
 """

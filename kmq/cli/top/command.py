@@ -116,7 +116,7 @@ def _run(reader: "TopReader", screen: "Screen", wanted: "View") -> None:
 
 
 def turned(wanted: "View", key: str, snapshot: object, height: int) -> "View":
-    """Return what is wanted after this key."""
+    """Return the view after this key."""
     from kmq.cli.top import screen
     from kmq.cli.top.snapshot import TopSnapshot
 

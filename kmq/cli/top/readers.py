@@ -1,9 +1,9 @@
-"""Who looks: at the broker of this directory (LocalReader), or by URL at one elsewhere (RemoteReader).
+"""Read the state of a broker for `kmq top`: LocalReader that of this directory, RemoteReader one elsewhere by its URL.
 
-Both return the same document, that of GET /api/overview, with `notes` on what it lacks.
-Invariant   A look never blocks on the network: the gateway is asked in a thread. The local reader needs no gateway,
+Both return the document of GET /api/overview, with `notes` on what it lacks.
+Invariant   `look` never blocks on the network: a thread asks the gateway. The local reader needs no gateway,
             no running broker and no data directory.
-Bounded     An answer of more than _MOST bytes is refused; a gateway that does not answer is given up after _TIMEOUT_S.
+Bounded     A response of more than _MOST bytes is refused; after _TIMEOUT_S a request to the gateway is given up.
 """
 
 import http.client
@@ -31,7 +31,7 @@ OLDER = f"this broker is older than kmq top: it has no {_PATH}"
 
 
 def ask_overview(gateway: GatewayClient) -> Document:
-    """Return the overview. Raises RetryError if there is no answer, KmqError if there is another one."""
+    """Return the overview. Raises RetryError without a response, KmqError for an unexpected one."""
     try:
         status, text = gateway.request("GET", _PATH, most=_MOST, timeout_s=_TIMEOUT_S)
     except (OSError, http.client.HTTPException) as err:
@@ -49,7 +49,7 @@ def ask_overview(gateway: GatewayClient) -> Document:
 
 
 def _parsed(text: bytes) -> Document:
-    """Return the object in an answer; {} if there is none, because a URL may lead to anything."""
+    """Return the JSON object in a response; {} for anything else, because a URL may lead to any server."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -64,7 +64,7 @@ def _message(text: bytes) -> str:
 
 
 class Asker:
-    """Asks again and again, in a thread, so that a gateway that hangs does not stop the screen."""
+    """Asks a gateway repeatedly, in a thread, so that a gateway that hangs does not stop the screen."""
 
     def __init__(self, find: Callable[[], GatewayClient], pause_s: float) -> None:
         """`find` returns the gateway to ask; it may raise KmqError."""
@@ -76,7 +76,9 @@ class Asker:
         threading.Thread(target=self._run, name="kmq-top-ask", daemon=True).start()
 
     def last(self) -> tuple[Document | None, str, float]:
-        """Return the last answer, why there is no newer one ("": there is), and the age of the answer in seconds."""
+        """Return the last response, why there is no newer one ("" if there is), and the age of the response in
+        seconds.
+        """
         with self._lock:
             return self._document, self._problem, time.monotonic() - self._at
 
@@ -90,7 +92,7 @@ class Asker:
                 gateway = gateway or self._find()
                 document, problem = ask_overview(gateway), ""
             except KmqError as err:
-                document, problem, gateway = None, str(err), None  # it may have another port when it is up again
+                document, problem, gateway = None, str(err), None  # after a restart the gateway may have another port
             with self._lock:
                 self._problem = problem
                 if document is not None:
@@ -99,10 +101,10 @@ class Asker:
 
 # --- readers ---------------------------------------------------------------------------------------------------------
 
-_ASK_S = 1.0  # between two questions to a gateway
-_SWEEP_S = 0.003  # of processor time, in each look
-_OLD_S = 10.0  # what the gateway said is not shown for longer
-_PATIENCE_S = 5.0  # for the first answer of a gateway, where nobody sees the next look
+_ASK_S = 1.0  # between two requests to a gateway
+_SWEEP_S = 0.003  # processor time for each look
+_OLD_S = 10.0  # a gateway's response is not shown for longer
+_PATIENCE_S = 5.0  # for the first response of a gateway, if there is only one look
 _TOPICS = 100
 
 
@@ -113,11 +115,11 @@ class LocalReader:
         self._settings, self._sweep_s = settings, sweep_s
         self._overview = Overview(settings)
         self._changes = VerdictChanges(None, self._overview.events.add)
-        self._losses: dict[tuple[str, str, int], int] | None = None  # stage, what, when it was started → messages
+        self._losses: dict[tuple[str, str, int], int] | None = None  # (stage, what, its start time) → messages
         self._asker: Asker | None = None
 
     def look(self) -> Document:
-        """Return what is known now."""
+        """Return the current state."""
         self._overview.look(self._sweep_s)
         found = status.collect(self._settings)
         self._follow(found)
@@ -126,7 +128,7 @@ class LocalReader:
         return self._overview.document(found, _TOPICS) | self._from_gateway(has_gateway)
 
     def _follow(self, found: BrokerStatus) -> None:
-        """Note what has changed since the look before: what a gateway notes, and lost messages."""
+        """Note the changes since the last look: those that a gateway notes as events, and lost messages."""
         losses = {
             (stage.name, what, stage.begun): int(getattr(stage, what))
             for stage in found.stages
@@ -165,11 +167,11 @@ class LocalReader:
         )
 
     def snapshot(self) -> TopSnapshot:
-        """Return the same as a value, with the problem if nothing newer can be known."""
+        """Return the same as a value, with the problem if the state cannot be read now."""
         return parse(self.look())
 
     def measured(self, span_s: float) -> Document:
-        """Return what is known after `span_s`, in which rates are measured. Raises KmqError if nothing can be known."""
+        """Return the state after `span_s`, in which rates are measured. Raises KmqError if it cannot be read."""
         began, document = time.monotonic(), self.look()
         while (spent_s := time.monotonic() - began) < span_s or (self._is_asking() and spent_s < _PATIENCE_S):
             time.sleep(span_s / 5)

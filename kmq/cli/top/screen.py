@@ -1,9 +1,9 @@
-"""A snapshot, what the user wants to see, and the size of the terminal → lines. Pure: looks at nothing else.
+"""A snapshot, the user's view, and the size of the terminal → lines. Pure: reads nothing else.
 
 Invariant   `draw` returns exactly `height` lines of at most `width` cells, for every snapshot and size from 20x5 on.
-            `ScreenLine.fit` returns exactly `width` cells, or fewer for a terminal that shows fewer. Whatever a name or a text
-            holds, only printable characters get into a line: others are escaped (\\x1b), and all but ASCII become ? or a
-            look-alike where the terminal is not one for UTF-8.
+            `ScreenLine.fit` returns exactly `width` cells, or fewer for a terminal that shows fewer. Only printable
+            characters of a name or a text get into a line: others are escaped (\\x1b). On a terminal without UTF-8
+            characters outside ASCII become ? or a similar character.
 """
 
 import math
@@ -51,7 +51,7 @@ _NUMBER = 11  # columns of a number in a table
 
 
 def clean(text: str, is_ascii: bool) -> str:
-    """Return `text` without anything that a terminal would obey."""
+    """Return `text` without control characters for the terminal."""
     if not text.isprintable():
         text = "".join(c if c.isprintable() else _escaped(c) for c in text)
     if is_ascii and not text.isascii():
@@ -65,7 +65,7 @@ def _escaped(char: str) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """Return `text` in at most `width` cells; … says that there was more."""
+    """Return `text` in at most `width` cells; … marks a cut."""
     if cell_len(text) <= width:
         return text
     return set_cell_size(text, width - 1) + "…" if width > 0 else ""
@@ -125,7 +125,7 @@ def count(value: float | None) -> str:
 
 
 def per_second(value: float | None) -> str:
-    """Small rates keep a digit, because 0/s would say that nothing moves."""
+    """Return a rate. Small rates keep a digit, because 0/s would mean that nothing moves."""
     if value is None:
         return NONE
     return f"{value:.1f}/s" if 0 < value < 10 else f"{count(value)}/s"
@@ -169,7 +169,7 @@ def bar(fill: float | None, width: int) -> str:
 
 
 class View(NamedTuple):
-    """What the user wants to see: a key of VIEWS or ?, and how many rows further down."""
+    """The user's view: a key of VIEWS or ?, and how many rows it is scrolled down."""
 
     view: str = "p"
     scroll: int = 0
@@ -200,14 +200,14 @@ def _table(snapshot: TopSnapshot, view: str, width: int) -> list[ScreenLine]:
 
 
 def _scrolled(table: list[ScreenLine], scroll: int, room: int) -> list[ScreenLine]:
-    """Return a table that keeps its title."""
+    """Scroll a table, but keep its title."""
     title, rest = table[:1], table[1:]
     scroll = min(scroll, max(0, len(rest) - 1))
     return title + rest[scroll : scroll + room - 1]
 
 
 def header(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
-    """Return who, how it is, and when."""
+    """Return the name of the broker, its state, and the time."""
     line = ScreenLine("KMQ ", "head").add(snapshot.instance or NAMELESS, "head").add("  ")
     errors = sum(finding.is_error for finding in snapshot.findings)
     warnings = len(snapshot.findings) - errors
@@ -230,7 +230,7 @@ def header(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
 
 
 def overview(snapshot: TopSnapshot, width: int, room: int) -> list[ScreenLine]:
-    """Return pipeline, findings, and as much of topics, groups and events as has room."""
+    """Return pipeline, findings, and as much of topics, groups and events as fits."""
     lines = draw_pipeline(snapshot, width)
     found = findings(snapshot, width)
     left = room - len(lines)
@@ -245,7 +245,7 @@ def overview(snapshot: TopSnapshot, width: int, room: int) -> list[ScreenLine]:
 
 
 def shared(parts: list[list[ScreenLine]], room: int) -> list[ScreenLine]:
-    """Return the beginnings of `parts` in `room` lines: each as much as it has, and what one does not need to the others."""
+    """Return the beginnings of `parts` in `room` lines. Lines that a short part does not need go to the others."""
     room -= len(parts)  # a blank line before each
     while parts and room < 2 * len(parts):
         parts, room = parts[:-1], room + 1
@@ -287,7 +287,7 @@ def state_style(state: str) -> str:
 
 
 def between(snapshot: TopSnapshot, stage: str) -> LinkRow | None:
-    """Return the link behind a stage. The FIFO and the ring behind ingress are one."""
+    """Return the link after a stage. The FIFO and the ring after ingress count as one."""
     name = _AFTER.get(stage)
     if name is None:
         return None
@@ -300,7 +300,7 @@ def between(snapshot: TopSnapshot, stage: str) -> LinkRow | None:
 
 
 def waits(link: LinkRow | None) -> str:
-    """Return what waits: messages where they are counted, else bytes."""
+    """Return what waits in a link: in messages if they are counted, else in bytes."""
     if link is None:
         return "-"
     return f"{count(link.messages)} msg" if link.messages is not None else size(link.nbytes)
@@ -335,7 +335,7 @@ def _wide(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
         names.add(name, "head")
         states.cell(stage.state, _STAGE, state_style(stage.state))
         rate = _rate(name, stage)
-        gap = int(len(rate) >= _STAGE)  # a rate that fills its place stays apart from what follows
+        gap = int(len(rate) >= _STAGE)  # a rate that fills its place needs a gap
         moved.cell(rate, _STAGE).add(" " * gap)
         place = width - _ENDS // 2 - (len(STAGES) - 1) * (_STAGE + link_width) if is_last else _STAGE + link_width
         seqs.cell(_about(name, stage), place)
@@ -371,7 +371,7 @@ def _narrow(snapshot: TopSnapshot) -> list[ScreenLine]:
 
 
 def _rate(name: str, stage: StageRow) -> str:
-    """Return what a stage moves: ingress passes bytes on unread, so it counts no messages."""
+    """Return the rate of a stage. Ingress counts bytes, not messages, because it passes blocks on unread."""
     if name != "ingress":
         return per_second(stage.rate)
     return "-" if stage.byte_rate is None else size(stage.byte_rate) + "/s"
@@ -401,7 +401,9 @@ def _and(text: str) -> str:
 def _rows(
     name: str, total: int, columns: tuple[str, ...], cells: Sequence[tuple[str, ...]], width: int
 ) -> list[ScreenLine]:
-    """Return a title and a line for each of `cells`, a name and then numbers: as many columns as have room beside it."""
+    """Return a title and a line for each of `cells`, a name and then numbers: as many columns as fit beside the
+    name.
+    """
     columns = columns[: max(1, (width - 24) // _NUMBER)]
     what = f"{name} ({total:,})" if total <= len(cells) else f"{name} ({len(cells):,} of {total:,})"
     lines = [_line(what, columns, width, "head", "dim")]

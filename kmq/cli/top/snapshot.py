@@ -1,4 +1,4 @@
-"""What `kmq top` knows at one moment: one value, made from a document of the shape of GET /api/overview.
+"""The state of a broker for `kmq top`: one value, made from a document in the form of GET /api/overview.
 
 Invariant   `parse` never fails and never invents: a value that is missing, or of another type, is None. The document
             may come from any server that a URL leads to.
@@ -107,7 +107,7 @@ class EventRow(NamedTuple):
 
 
 class TopSnapshot(NamedTuple):
-    """All that is known at `as_of` (unix seconds)."""
+    """The state of a broker at `as_of` (unix seconds)."""
 
     as_of: float
     is_ready: bool
@@ -202,7 +202,7 @@ def _stage(row: dict[str, Any], rates: dict[str, Any]) -> StageRow:
 
 def _links(status: dict[str, Any]) -> list[LinkRow]:
     rows = _rows(status.get("links"))
-    if not rows:  # of a broker that says only what waits
+    if not rows:  # of a broker that tells only what waits
         backlog = _map(status.get("backlog"))
         rows = [
             {"name": "raw", "bytes": backlog.get("raw_bytes")},

@@ -1,9 +1,10 @@
-"""The terminal of `kmq top`: keys, size, frames, signals; and afterwards everything is as it was before.
+"""The terminal of `kmq top`: keys, size, frames, signals. At the end it is restored to its former state.
 
-Invariant   However the command ends (q, Ctrl-C, SIGTERM, SIGHUP, an error), the modes of the terminal, its screen and its
+Invariant   However the command ends (q, Ctrl-C, SIGTERM, SIGHUP, an error), the modes of the terminal, its screen and
+its
             cursor are as before. Only SIGKILL leaves them: `reset` repairs that.
-Signals     INT, TERM and HUP end the loop, even while a frame is being written: a terminal that takes no output must not
-            keep the command. TSTP (Ctrl-Z) gives the terminal back, and CONT takes it again. WINCH draws anew.
+Signals     INT, TERM and HUP end the loop, even while a frame is being written: a terminal that accepts no output must
+            not keep the command. TSTP (Ctrl-Z) restores the terminal, CONT takes it again. WINCH redraws.
 Cost        A frame writes only the lines that differ from those shown.
 """
 
@@ -47,7 +48,7 @@ _SEQUENCES = {  # what keys send
     "[1~": "home",
 }
 _ENDING = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_OK, signal.SIGHUP: EXIT_OK}
-_PATIENCE_S = 0.5  # for a terminal that takes no output, at the end
+_PATIENCE_S = 0.5  # wait at the end for a terminal that accepts no output
 
 
 class TerminalEnded(Exception):
@@ -64,7 +65,7 @@ def is_for_people() -> bool:
 
 
 def is_ascii() -> bool:
-    """Return True if stdout is not one for UTF-8: the drawing is made of ASCII then."""
+    """Return True if stdout does not support UTF-8: then only ASCII is drawn."""
     return (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "") != "utf8"
 
 
@@ -87,7 +88,7 @@ def keys(typed: bytes) -> Iterator[str]:
 
 
 class Painter:
-    """Lines → bytes for a terminal, with the colours that it has: none with NO_COLOR."""
+    """Converts lines to bytes for a terminal, with its colours; without colours if NO_COLOR is set."""
 
     def __init__(self, console: Console, is_ascii: bool) -> None:
         name, self.is_ascii = console.color_system, is_ascii
@@ -116,7 +117,7 @@ class Screen:
         self._old_handlers: dict[int, object] = {}
 
     def __enter__(self) -> "Screen":
-        # Even if the shell has set one of them to be ignored: the terminal has to come back.
+        # Handle them even if the shell set one to be ignored: the terminal must be restored.
         self._handle({**dict.fromkeys(_ENDING, self._end), signal.SIGTSTP: self._pause, signal.SIGWINCH: self._resize})
         try:
             self._take()
@@ -195,7 +196,7 @@ class Screen:
             self._write("".join(output))
 
     def clear(self) -> None:
-        """Draw everything anew, because something else has written to the terminal."""
+        """Redraw everything, because another program has written to the terminal."""
         self._is_resized = True
 
     def _write(self, text: str) -> None:
@@ -207,7 +208,7 @@ class Screen:
             raise TerminalEnded(EXIT_OK) from None  # the terminal is gone
 
     def wait(self, seconds: float) -> list[str]:
-        """Wait for keys, at most so long; return them. A new size ends the wait, too."""
+        """Wait at most this long for keys, and return them. A new size of the terminal ends the wait too."""
         try:
             if self._is_resized or not select.select([0], [], [], max(0.0, seconds))[0]:
                 return []
