@@ -91,7 +91,7 @@ console-shots: $(STAMP)  ## docs/console.png: the console of a broker with load,
 	@$(BIN)/python scripts/console_shots.py $(ARGS)
 
 soak: $(STAMP)  ## the full counts of kills and damages that CI samples
-	@$(BIN)/python -m pytest -m soak --timeout 3600 -s
+	@$(BIN)/python -m pytest -m 'soak or sampled' --timeout 3600 -s
 
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

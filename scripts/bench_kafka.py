@@ -91,7 +91,7 @@ def _result(client: "subprocess.Popen[str]") -> dict[str, float]:
 
 
 def _both(bench: Bench, load: Workload) -> tuple[float, float, float]:
-    """Produce for some seconds while a consumer reads; until it has read the last message."""
+    """Produce for some seconds while a consumer reads, until it has read the last message."""
     topic = bench.topic()
     consumer = bench.client("consume", topic, load, 0)
     assert consumer.stdout is not None and consumer.stdout.readline() == "ready\n"
@@ -123,7 +123,7 @@ def throughput(bench: Bench) -> Iterator[Figure]:
 
 
 def transactions(bench: Bench) -> Iterator[Figure]:
-    """How fast a producer sends in transactions, beside the same one that is idempotent only. No consumer reads."""
+    """How fast a producer sends in transactions, beside a producer that is only idempotent. No consumer reads."""
     for load, bar in ((SMALL, "≥ 0.4"), (LARGE, "")):
         sums, door = (Sums(), Sums()), [0.0, 0.0]
         for _ in range(bench.rounds):
@@ -141,7 +141,7 @@ def transactions(bench: Bench) -> Iterator[Figure]:
 
 
 def _produced(bench: Bench, load: Workload) -> tuple[float, float, float]:
-    """Produce for some seconds; until the last record is delivered."""
+    """Produce for some seconds, until the last record is delivered."""
     found = _result(bench.client("produce", bench.topic(), load, bench.seconds))
     return found["count"], found["seconds"], found["cpu"]
 
@@ -175,7 +175,7 @@ def delay(bench: Bench) -> Iterator[Figure]:
 
 
 def idle(bench: Bench) -> Iterator[Figure]:
-    """What 1,000 connections with a waiting fetch cost."""
+    """The cost of 1,000 connections with a waiting fetch."""
     topic = bench.topic()
     count = int(_result(bench.client("produce", topic, SMALL, 0.1))["count"])
     memory = bench.gateway.memory_full_info().pss
@@ -195,7 +195,7 @@ def idle(bench: Bench) -> Iterator[Figure]:
 
 
 def _waiting_fetch(topic: str, end: int) -> bytes:
-    """A Fetch, version 4, that waits 60 s for what comes after the end."""
+    """Return a Fetch, version 4, that waits 60 s for records after the end."""
     name = topic.encode()
     body = struct.pack(">hhih", 1, 4, 1, -1) + struct.pack(">iiiib", -1, 60_000, 1, 1 << 20, 0)
     body += struct.pack(">ih", 1, len(name)) + name + struct.pack(">iiqi", 1, 0, end, 1 << 20)
@@ -209,7 +209,7 @@ PARTS = {"throughput": throughput, "transactions": transactions, "catchup": catc
 
 
 def _paced(servers: dict[str, str], topic: str, nbytes: int, seconds: float) -> None:
-    """Produce records that say when, at _PACE."""
+    """Produce records that contain their send time, at _PACE."""
     from confluent_kafka import Producer
 
     producer = Producer(servers | {"enable.idempotence": True, "linger.ms": 1})
@@ -226,7 +226,7 @@ def _paced(servers: dict[str, str], topic: str, nbytes: int, seconds: float) -> 
 
 
 def _listening(servers: dict[str, str], topic: str) -> None:
-    """Print how old such records are when they come; those of the first _SETTLE_S do not count."""
+    """Print the age of such records on arrival, without those of the first _SETTLE_S."""
     from confluent_kafka import Consumer, Producer, TopicPartition
 
     consumer = Consumer(servers | {"group.id": "bench"})

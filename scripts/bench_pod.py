@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a pod uses at a rate of messages: CPU, memory and disk, measured in a real pod.
+"""Measure CPU, memory and disk of a real pod at a rate of messages.
 
     scripts/bench_pod.py [idle steady most] [--quick] [--json FILE]
 
@@ -30,7 +30,7 @@ from kmq.config.values import MIB
 from kmq.errors import KmqError
 
 PARTS = ("idle", "steady", "most")
-# Messages of 100 bytes per second; those of one millisecond are sent together.
+# Rates of 100-byte messages per second; those of one millisecond are sent together.
 RATES = (1_000, 10_000, 100_000)
 # At full speed the dev overlay's retention would delete records, and its quota would refuse messages.
 UNLIMITED = {"KMQ_DATA_QUOTA": "none", "KMQ_RETENTION_BYTES": "none", "KMQ_SEGMENT_BYTES": "64 MiB"}

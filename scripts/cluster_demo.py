@@ -1,9 +1,10 @@
-"""Beyond one machine, on one: two broker pods, a Spark cluster, and pipelines over both pods at once.
+"""A cluster on one machine: two broker pods, a Spark cluster, and pipelines over both pods at once.
 
     scripts/cluster_demo.py [file or directory …]      default: this machine's own logs under /var/log
 
-The lines go to the two pods in turn. A standalone master and two workers, each executor a process of its own, then audit and
-archive them over HTTP, as they would from other machines. Everything is on loopback and in a directory that is removed.
+The lines go to the two pods in turn. A standalone master and two workers, with a process for each executor, audit and
+archive
+them over HTTP, as they would from other machines. Everything is on loopback and in a directory that is removed.
 """
 
 import os
@@ -56,7 +57,7 @@ class Pod:
         self._env = kept | {f"KMQ_{name}": str(value) for name, value in (settings | ports).items()}
 
     def kmq(self, *arguments: str) -> str:
-        """What `kmq …` prints in this pod's environment."""
+        """Run `kmq …` in this pod's environment and return its output."""
         command = [sys.executable, "-m", "kmq", *arguments]
         done = subprocess.run(command, env=self._env, stdout=subprocess.PIPE, text=True)
         if done.returncode:
@@ -77,13 +78,13 @@ class Pod:
             self._forget()
 
     def _forget(self) -> None:
-        """A broker leaves its rings for its next start; this one has none."""
+        """Remove the rings, which a broker leaves for its next start: this broker has no next start."""
         for path in SHM.glob(f"{self._instance}.*"):
             path.unlink()
         layout.remove_left_bells(self._instance)
 
     def wait_routed(self) -> None:
-        """Until the queues have everything that was sent."""
+        """Wait until the queues have all sent messages."""
         deadline = time.monotonic() + ROUTED_S
         while sum(path.read_bytes().count(b"\n") for path in self.data.glob("topics/*/*/*.log")) < self.count:
             if time.monotonic() > deadline:
@@ -94,7 +95,7 @@ class Pod:
 
 
 def ship(pods: list[Pod], sources: list[demo_input.Source]) -> None:
-    """The lines of the sources to the pods, in turn."""
+    """Send the lines of the sources to the pods, in turn."""
     with ExitStack() as stack:
         senders = [stack.enter_context(LineSender("127.0.0.1", pod.port("ingress"))) for pod in pods]
         lines = ((source, line) for source in sources for line in source.lines())
@@ -111,7 +112,7 @@ def ship(pods: list[Pod], sources: list[demo_input.Source]) -> None:
 
 
 def analyse(pods: list[Pod], to: Path) -> bool:
-    """Audit and archive on the cluster; whether both have everything."""
+    """Audit and archive on the cluster. Return True if both have everything."""
     names = {f"127.0.0.1:{pod.port('http')}": pod for pod in pods}
     where = {"kmq.bootstrap.servers": ",".join(names)}
     begin = time.monotonic()

@@ -53,7 +53,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def broker(root: Path) -> Iterator[dict[str, str]]:
-    """A broker of its own, up; its environment."""
+    """Start a broker in `root` and yield its environment."""
     instance = f"shots-{os.getpid()}"
     ports = {
         f"KMQ_{name}": "0"
@@ -77,7 +77,7 @@ def port(env: dict[str, str], name: str) -> int:
 
 
 class Load:
-    """Messages that come and go: five topics, a group that keeps up and one that does not, letters."""
+    """A changing load: five topics, a group that keeps up and one that does not, dead letters."""
 
     def __init__(self, env: dict[str, str]) -> None:
         self._env, self._ended = env, threading.Event()
@@ -120,19 +120,19 @@ class Load:
 
 
 def call(url: str, body: dict[str, Any] | None = None, method: str | None = None) -> dict[str, Any]:
-    """An answer of the gateway; an empty one of consume if there is none."""
+    """Return a response of the gateway; for consume an empty one if there is none."""
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), method=method)
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             found: dict[str, Any] = json.load(response)
             return found
-    except urllib.error.HTTPError as error:  # the topic is not there yet, or the message was given back before
+    except urllib.error.HTTPError as error:  # the topic does not exist yet, or the message was given back before
         error.close()
         return {"messages": []}
 
 
 def shoot(page: Page, base: str, name: str, path: Path) -> None:
-    """One page, when it has its numbers."""
+    """Take a picture of one page when it shows its numbers."""
     page.goto(f"{base}/{PAGES[name]}")
     page.wait_for_selector("main h1")
     page.wait_for_timeout(2500)

@@ -1,15 +1,21 @@
-"""The main job: ship real input through the broker, then check that what came out is what went in.
+"""The main demo: ship real input through the broker, then check that the output equals the input.
 
     scripts/demo [--no-group] [--no-spark] [file or directory …]      default: this machine's own logs under /var/log
 
-Each source becomes a topic, each of its lines a message `<topic>.<class>|time|<run>-<line number>|<line>` (demo_input.py).
-The check reads files only: every record that the WAL got meanwhile must lie in the queues, byte for byte and once, and the
-payloads of each source must hash to what was read. A broker that is up is used and left up; else one is started and stopped
-again. Then three consumers of a group read what was shipped, and one of them is killed (demo_group.py). Then Spark audits the
-directory and archives what was shipped (demo_spark.py); without Java that part is skipped.
+Each source becomes a topic, each of its lines a message `<topic>.<class>|time|<run>-<line number>|<line>`
+(demo_input.py).
+The check reads files only: every record that the WAL got meanwhile must be in the queues, byte for byte and once, and
+the
+payloads of each source must have the hash of the input. A running broker is used and left running; else one is started
+and
+stopped again. Then three consumers of a group read what was shipped, and one of them is killed (demo_group.py). Then
+Spark
+audits the directory and archives what was shipped (demo_spark.py); without Java that part is skipped.
 
-Exit code 0: every line of the input is stored whole, and was read by the group. 1: some are not, for one because they are longer
-than KMQ_MAX_LINE and only their beginning is kept, in the topic `dead`; the output names each source with such lines.
+Exit code 0: every line of the input is stored whole, and was read by the group. 1: some are not, for example because
+they are
+longer than KMQ_MAX_LINE and only their beginning is kept, in the topic `dead`; the output names each source with such
+lines.
 """
 
 import heapq
@@ -43,7 +49,7 @@ from kmq.log import dropped, wal
 from kmq.message import record
 from kmq.message.text import format_message
 
-STALLED_S = 10.0  # nothing moves for this long: say so and stop waiting
+STALLED_S = 10.0  # report and stop waiting if nothing moves for this long
 READY_S = 60.0  # longest wait for a broker that is up but still recovering
 POLL_S = 0.01
 NAMED = 10  # files left out are named up to here, and counted beyond
@@ -58,7 +64,9 @@ out = Console(highlight=False, soft_wrap=True)
 
 @contextmanager
 def broker(settings: Settings, with_gateway: bool) -> Iterator[None]:
-    """A ready broker: the one that is up, or one of our own, stopped at the end. Only the group needs its gateway."""
+    """Yield with a ready broker: the running one, or one that is stopped at the end. Only the group needs the
+    gateway.
+    """
     supervised = FileLock(f"{settings.pipes}/supervisor.owner")
     held = supervised.is_held()
     if held and not supervised.holder().endswith(f"data={os.path.abspath(settings.data)}"):
@@ -79,7 +87,7 @@ def broker(settings: Settings, with_gateway: bool) -> Iterator[None]:
 
 
 def kmq(*command: str) -> None:
-    """Run `kmq <command>`; it says itself what is wrong."""
+    """Run `kmq <command>`, which reports its own errors."""
     done = subprocess.run([sys.executable, "-m", "kmq", *command], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(done.returncode)
@@ -99,7 +107,7 @@ def wait_ready(settings: Settings) -> None:
 
 
 class Meter:
-    """How far it is: bars on a terminal, elsewhere a line every SAY_S."""
+    """Shows progress: bars on a terminal, elsewhere a line every SAY_S."""
 
     def __init__(self, total: int) -> None:
         self.total, self._said = total, time.monotonic()
@@ -122,23 +130,23 @@ class Meter:
 
 
 class Run:
-    """One shipment: who sent, and how far it has come."""
+    """One shipment: its sender, and its progress."""
 
     def __init__(self, settings: Settings, sources: list[Source]) -> None:
         self.settings, self.sources = settings, sources
         self.began = time.time()
-        self.id = f"{time.time_ns() // 1000:x}".encode()  # the message ids begin with it: others may be producing too
+        self.id = f"{time.time_ns() // 1000:x}".encode()  # message ids begin with it, because others may produce too
         self.starts = queue_sizes(settings.data)  # before first_seq is known: a queue is never ahead of the WAL
         self.first_seq = wal.last_stored(settings.data)[0] + 1
-        self.last_seq = self.first_seq - 1  # of ours in the WAL, as far as it has been read
-        self.stored = 0  # of ours in the WAL
-        self.cut: list[bytes] = []  # what must be kept of each line that is too long
+        self.last_seq = self.first_seq - 1  # the last record of this run in the WAL, as far as it has been read
+        self.stored = 0  # records of this run in the WAL
+        self.cut: list[bytes] = []  # the part of each line that is too long which must be kept
         self.seconds = 0.0
 
     def ship(self) -> None:
         """Send everything and wait until it is routed."""
         settings = self.settings
-        port = read_port(settings, "ingress", fixed=0)  # of the broker that is up, whatever KMQ_PORT says now
+        port = read_port(settings, "ingress", fixed=0)  # of the running broker, whatever KMQ_PORT is now
         total = sum(source.count for source in self.sources)
         out.print(f"shipping   {total:,} messages through {settings.host}:{port}")
         with Meter(total) as meter:
@@ -182,7 +190,7 @@ class Run:
             time.sleep(POLL_S)
 
     def _follow(self, durable_seq: int) -> None:
-        """Count ours in what the WAL has got since the last look."""
+        """Count the records of this run that the WAL got since the last look."""
         mark = b"|%b-" % self.id
         seen = max(self.last_seq, self.first_seq - 1)
         if durable_seq > seen:
@@ -194,7 +202,7 @@ class Run:
 
 
 class Queue:
-    """What a topic got from this run."""
+    """What a topic received from this run."""
 
     def __init__(self) -> None:
         self.messages = self.bytes = self.first_seq = self.last_seq = 0
@@ -208,7 +216,7 @@ class Queue:
 
 
 class Findings:
-    """WAL against queues, and the queues of this run."""
+    """The comparison of WAL and queues, and the queues of this run."""
 
     def __init__(self) -> None:
         self.records = self.gaps = self.duplicates = self.dropped = 0
@@ -217,25 +225,25 @@ class Findings:
 
 
 def queue_sizes(data: str) -> dict[str, int]:
-    """Size in bytes of every partition log."""
+    """Return the size in bytes of every partition log."""
     return {str(path): path.stat().st_size for path in Path(data, "topics").glob("*/*/*.log")}
 
 
 def queued_lines(path: str, start: int) -> Iterator[bytes]:
-    """The whole lines of a partition log from byte `start` on."""
+    """Yield the whole lines of a partition log from byte `start` on."""
     with open(path, "rb") as file:
         file.seek(start)
         yield from (line for line in file if line.endswith(b"\n") and line != b"\n")
 
 
 def stored_lines(data: str, low: int, high: int) -> Iterator[bytes]:
-    """The records low…high of the WAL, each with its newline."""
+    """Yield the records low…high of the WAL, each with its newline."""
     for block in wal.read(data, low, high):
         yield from (line + b"\n" for line in block.split(b"\n")[:-1])
 
 
 def check(run: Run) -> Findings:
-    """Walk the WAL and all queues side by side, in order of seq, from where they stood before the run."""
+    """Compare the WAL with all queues, in order of seq, from where they ended before the run."""
     data, found = run.settings.data, Findings()
     grown = [
         (path, run.starts.get(path, 0)) for path, size in queue_sizes(data).items() if size > run.starts.get(path, 0)
@@ -251,7 +259,7 @@ def check(run: Run) -> Findings:
         found.gaps += missing
         found.dropped += seq - expected - missing
         expected = seq + 1
-        while in_queues and record.seq_of(in_queues) < seq:  # before this run's, or once more
+        while in_queues and record.seq_of(in_queues) < seq:  # of an earlier run, or a duplicate
             found.duplicates += record.seq_of(in_queues) >= run.first_seq
             in_queues = next(queued, b"")
         if in_queues == line:
@@ -268,7 +276,7 @@ def check(run: Run) -> Findings:
 
 
 def note(found: Findings, run: Run, line: bytes) -> None:
-    """Take a record that is where it belongs into the figures, if it is of this run."""
+    """Count a record that is in the right queue, if it belongs to this run."""
     seq, _, routing_key, _, id, payload = record.fields(line[:-1])
     if routing_key == record.MALFORMED and b"|%b-" % run.id in payload[:1024]:
         found.cut.append(sha256(payload).digest())
@@ -281,7 +289,7 @@ def note(found: Findings, run: Run, line: bytes) -> None:
 
 
 def is_intact(source: Source, queue: Queue) -> bool:
-    """Whether the lines that were sent whole came out as they went in: all, each once, in order, byte for byte."""
+    """Return True if the lines that were sent whole are stored unchanged: all, each once, in order, byte for byte."""
     return queue.messages == source.sent and queue.digest.digest() == source.digest.digest()
 
 
@@ -297,7 +305,7 @@ def size(nbytes: float) -> str:
 
 
 def limit(nbytes: int) -> str:
-    """A setting in bytes as a person writes it."""
+    """Return a setting in bytes as a person writes it."""
     return next((f"{nbytes // unit} {name}" for name, unit in UNITS if nbytes % unit == 0), f"{nbytes} B")
 
 
@@ -318,7 +326,7 @@ def say_input(sources: list[Source], skipped: Mapping[Path, str]) -> None:
 
 
 def report(run: Run, found: Findings) -> bool:
-    """Print the result; whether all of it is as it should be."""
+    """Print the result. Return True if there is no error."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("queue", no_wrap=True)
     for title in ("messages", "bytes", "first seq", "last seq"):
@@ -347,7 +355,7 @@ def report(run: Run, found: Findings) -> bool:
 
 
 def say_cut(run: Run, found: Findings) -> None:
-    """Name the lines that could not be shipped whole, and what is wrong with what is kept of them."""
+    """Print the lines that could not be shipped whole, and errors in the parts that are kept of them."""
     for source in run.sources:
         if source.too_long:
             are = "is" if source.too_long == 1 else "are"
@@ -363,7 +371,7 @@ def say_cut(run: Run, found: Findings) -> None:
 
 
 def look_further(data: str, found: Findings) -> None:
-    """Three commands, for the largest queue."""
+    """Print three commands for the largest queue."""
     topic = max(found.queues, key=lambda name: found.queues[name].messages)
     here = os.path.relpath(data) if Path(data).absolute().is_relative_to(Path.cwd()) else os.path.abspath(data)
     log = shlex.quote(next(f"{here}/{n}" for n in (f"{topic}.log", f"{topic}-0.log") if os.path.exists(f"{here}/{n}")))
@@ -377,7 +385,9 @@ def look_further(data: str, found: Findings) -> None:
 
 
 def shipped(run: Run, found: Findings) -> demo_group.Shipped:
-    """What the group is to read: the topics that have grown by this run, also those declared below one of its own."""
+    """Return what the group is to read: the topics with records of this run, including those declared below one of
+    its own.
+    """
     sizes = queue_sizes(run.settings.data)
     grown = {Path(path).parts[-3] for path, size in sizes.items() if size > run.starts.get(path, 0)}
     topics = sorted(topic for topic in grown if topic.partition(".")[0] in found.queues)

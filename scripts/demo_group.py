@@ -1,8 +1,9 @@
-"""The demo's second part: a group of three consumers reads what was shipped, and one of them is killed on the way.
+"""The demo's second part: a group of three consumers reads what was shipped, and one of them is killed meanwhile.
 
-Members     Processes of their own with kmq.Consumer. Each reads a batch, tells it, waits until it may go on, and commits.
-Victim      The one that tells a batch when a third has been read. It is killed before it may commit, so that batch comes
-            again to another member, once the victim's session has ended.
+Members     Processes of their own with kmq.Consumer. Each reads a batch, reports it, waits for permission, and commits.
+Victim      The member that reports a batch when a third has been read. It is killed before it may commit. So that batch
+is
+            delivered again to another member, once the victim's session has ended.
 Checked     Everything that was shipped was read, and the group's lag is 0 in each partition.
 """
 
@@ -30,8 +31,8 @@ from kmq.config.settings import Settings
 from kmq.errors import KmqError, RetryError
 
 MEMBERS = 3
-SESSION_S = 6.0  # the shortest that a group allows: as long is what the victim had read by nobody
-BATCHES = 12  # at least so many in all, so that there is one to be killed in
+SESSION_S = 6.0  # the shortest that a group allows; so long nobody reads the victim's partitions
+BATCHES = 12  # at least so many, so that a member can be killed within one
 MOST_BATCH = 500  # messages
 READY_S = 60.0  # longest wait for the gateway, and for all three members
 STALLED_S = 60.0  # nothing is read and nothing committed for this long
@@ -39,7 +40,7 @@ POLL_S = 0.05
 
 
 class Shipped(NamedTuple):
-    """What the group is to read: at least so many messages of these topics, all received at `since` or later."""
+    """What the group is to read: at least this many messages of these topics, all received at `since` or later."""
 
     run_id: str
     since: float  # seconds since the epoch
@@ -51,12 +52,14 @@ class Shipped(NamedTuple):
 
 
 def member(group: str, name: str, start: str, batch: int, topics: list[str]) -> None:
-    """Read until stdin ends. A line on stdin: begin, and then for each batch that was told: commit it and go on."""
+    """Read until stdin ends. The first line on stdin means begin; each further line: commit the reported batch and
+    go on.
+    """
     is_open = False
 
     def hold(places: Iterable[tuple[str, int]]) -> None:
         for place in () if is_open else places:
-            with suppress(KmqError):  # it is another member's again
+            with suppress(KmqError):  # it belongs to another member again
                 consumer.pause(place)
 
     consumer = kmq.Consumer.local(
@@ -72,7 +75,7 @@ def member(group: str, name: str, start: str, batch: int, topics: list[str]) -> 
             if not sys.stdin.readline():
                 return
             if messages:
-                with suppress(kmq.Refused):  # its session has ended: the batch comes again to who has the partition now
+                with suppress(kmq.Refused):  # its session has ended: the partition's new owner gets the batch
                     consumer.commit()
                 continue
             is_open = True
@@ -82,7 +85,7 @@ def member(group: str, name: str, start: str, batch: int, topics: list[str]) -> 
 
 
 def extents(messages: Iterable[Any]) -> list[tuple[str, int, int, int]]:
-    """(topic, partition, first offset, last offset) of each partition in a batch."""
+    """Return (topic, partition, first offset, last offset) of each partition in a batch."""
     offsets = defaultdict(list)
     for message in messages:
         offsets[message.topic, message.partition].append(message.offset)
@@ -93,7 +96,7 @@ def extents(messages: Iterable[Any]) -> list[tuple[str, int, int, int]]:
 
 
 class Reading:
-    """What the members have told: how many messages of each topic were read, and how many of them again."""
+    """What the members have reported: how many messages of each topic were read, and how many of them again."""
 
     def __init__(self) -> None:
         self.read: dict[str, int] = defaultdict(int)
@@ -101,7 +104,9 @@ class Reading:
         self._next: dict[tuple[str, int], int] = {}
 
     def add(self, batch: list[tuple[str, int, int, int]]) -> int:
-        """Take a batch; how many messages it has. A partition is read in order, so what lies below was read before."""
+        """Add a batch; return its number of messages. A partition is read in order, so lower offsets were read
+        before.
+        """
         for topic, number, first, last in batch:
             reached = self._next.get((topic, number), first)
             again = max(0, min(last + 1, reached) - first)
@@ -116,7 +121,7 @@ class Reading:
 
 
 class Member:
-    """A process, and what it has read."""
+    """A process, and the number of messages it has read."""
 
     def __init__(self, name: str, command: list[str], tell: Callable[["Member", Any], None]) -> None:
         self.name, self.count = name, 0
@@ -130,12 +135,12 @@ class Member:
 
     def go_on(self) -> None:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: the others read what it did not
+        with suppress(BrokenPipeError):  # it has ended: the others read the rest
             self.process.stdin.write(b"\n")
             self.process.stdin.flush()
 
     def end(self, kill: bool = False) -> None:
-        """Let it leave the group and end, or kill it."""
+        """Let the member leave the group and end, or kill it."""
         assert self.process.stdin is not None
         if kill:
             self.process.kill()
@@ -171,7 +176,7 @@ class Group:
             time.sleep(POLL_S)
 
     def ask(self) -> dict[str, Any]:
-        """The group as GET /api/groups/{group} has it; empty while it is not known. Raises RetryError."""
+        """Return the group as in GET /api/groups/{group}; empty while it is unknown. Raises RetryError."""
         token = tokens.local(self._settings)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         port = read_port(self._settings, "http", self._settings.http_port)
@@ -188,7 +193,7 @@ class Group:
         return found
 
     def read_all(self) -> None:
-        """Let the members read, kill one of them, and wait until nothing is left, or nothing comes any more."""
+        """Let the members read, kill one of them, and wait until all is read, or nothing more arrives."""
         for each in self.members:
             each.go_on()
         moved = time.monotonic()
@@ -199,14 +204,14 @@ class Group:
                 if self.is_whole and not sum(self.lags().values()):
                     return
                 continue
-            if not self.is_whole:  # what others send meanwhile does not count
+            if not self.is_whole:  # messages from other producers do not count
                 moved = time.monotonic()
             self._take(teller, batch)
 
     def _take(self, teller: Member, batch: list[tuple[str, int, int, int]]) -> None:
         count = self.reading.add(batch)
         if teller.name == self.victim:
-            return  # told before it died
+            return  # reported before it died
         teller.count += count
         if not self.victim and 3 * self.reading.count >= self.shipped.messages:
             self.victim, self.lost = teller.name, count
@@ -219,7 +224,7 @@ class Group:
         return self.reading.count >= self.shipped.messages
 
     def lags(self) -> dict[str, int]:
-        """Lag of each topic."""
+        """Return the lag of each topic."""
         found: dict[str, int] = dict.fromkeys(self.shipped.topics, 0)
         for row in self.ask()["partitions"]:
             found[row["topic"]] = found.get(row["topic"], 0) + row["lag"]
@@ -231,7 +236,9 @@ class Group:
 
 
 def consume(settings: Settings, shipped: Shipped, out: Console) -> bool:
-    """Run the group and print what it read; whether that is all. Without a gateway this is left out."""
+    """Run the group and print what it read. Return True if that is everything. Without a gateway this part is left
+    out.
+    """
     group = Group(settings, shipped)
     try:
         group.ask()

@@ -1,6 +1,6 @@
-"""What the demo ships: files as lines, each source a topic of its own.
+"""The demo's input: files as lines, each source a topic of its own.
 
-A file that gzip, xz or bzip2 has packed is read unpacked. What cannot be read as lines is named, never left out in silence.
+Files packed by gzip, xz or bzip2 are read unpacked. A file that cannot be read as lines is always reported.
 """
 
 import bz2
@@ -24,7 +24,7 @@ from kmq.message.text import percent_encode
 
 LOGS = Path("/var/log")
 ENOUGH = 5000  # lines; with fewer, live process events are shipped as well
-MOST_BYTES = 256 << 20  # of logs shipped without being asked: they take twice that on the disk
+MOST_BYTES = 256 << 20  # of logs shipped by default: they take twice that on the disk
 _HEAD = 8192  # bytes that decide whether a file is text
 _PACKED = {
     "gzip": re.compile(rb"\x1f\x8b"),
@@ -36,7 +36,7 @@ _PACKED = {
 _OPENERS: dict[str, Callable[..., IO[Any]]] = {"": open, "gzip": gzip.open, "xz": lzma.open, "bzip2": bz2.open}
 _DAMAGED = (EOFError, lzma.LZMAError, zlib.error)  # OSError says which file by itself, except these of the unpackers
 
-# The class of a line is its message key: what happened (dpkg), who spoke (syslog), or how bad it is.
+# The class of a line is its message key: the event (dpkg), the program (syslog), or the severity.
 _CLASSES = (
     re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\S*[\s\[-]+([A-Za-z][\w-]{0,31})"),
     re.compile(rb"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ ([A-Za-z][\w-]{0,31})"),
@@ -45,11 +45,11 @@ _CLASSES = (
 
 
 class Unreadable(Exception):
-    """A file that cannot be shipped as lines; says why."""
+    """A file cannot be shipped as lines, for this reason."""
 
 
 class Source:
-    """One input: a file as long as it is now, or lines that are in memory. Unreadable where it is packed and damaged."""
+    """One input: a file in its current length, or lines in memory. Raises Unreadable if it is packed and damaged."""
 
     def __init__(self, name: str, path: Path | None = None, collected: list[bytes] | None = None) -> None:
         self.name, self.path, self._collected = name, path, collected or []
@@ -67,7 +67,7 @@ class Source:
         self.digest = sha256()  # of the payloads sent whole, each with a newline
 
     def lines(self) -> Iterator[bytes]:
-        """Its lines without their newline; what is appended to the file meanwhile is left for the next run."""
+        """Yield its lines without newlines. Lines that are appended meanwhile are left for the next run."""
         return (line.removesuffix(b"\n") for line in self._read())
 
     def _read(self) -> Iterator[bytes]:
@@ -90,7 +90,7 @@ class Source:
 
 
 def line_class(line: bytes) -> bytes:
-    """One word that says what kind of log line this is."""
+    """Return one word for the kind of a log line."""
     for pattern in _CLASSES[:2]:
         if match := pattern.match(line):
             return match[1].lower()
@@ -110,7 +110,7 @@ def head(path: Path) -> bytes:
 
 
 def packing(path: Path) -> str:
-    """How a file is packed; "" where it is not. Unreadable where Python has nothing to unpack it with."""
+    """Return how a file is packed, "" if it is not. Raises Unreadable if Python cannot unpack it."""
     start = head(path)
     name = next((name for name, magic in _PACKED.items() if magic.match(start)), "")
     if name not in _OPENERS:
@@ -119,13 +119,13 @@ def packing(path: Path) -> str:
 
 
 def files_under(directory: Path) -> Iterator[Path]:
-    """Regular files, not symlinks: those lead to logs found elsewhere, or to a terminal."""
+    """Yield regular files, no symlinks: these lead to logs found elsewhere, or to a terminal."""
     for parent, _, names in os.walk(directory):
         yield from (path for name in sorted(names) if (path := Path(parent, name)).is_file() and not path.is_symlink())
 
 
 def require_log(path: Path, room: int) -> None:
-    """Unreadable where a file under /var/log is no text of at most `room` bytes."""
+    """Raise Unreadable unless a file under /var/log is text of at most `room` bytes."""
     start = head(path)
     if not start:
         raise Unreadable("empty")
@@ -138,7 +138,7 @@ def require_log(path: Path, room: int) -> None:
 
 
 def machine_logs() -> tuple[list[Source], dict[Path, str]]:
-    """The text files under /var/log, and why the others were passed over."""
+    """Return the text files under /var/log, and why the others were left out."""
     chosen: list[Source] = []
     skipped: dict[Path, str] = {}
     room = MOST_BYTES
@@ -153,7 +153,9 @@ def machine_logs() -> tuple[list[Source], dict[Path, str]]:
 
 
 def named_files(names: list[str]) -> tuple[list[Source], dict[Path, str]]:
-    """What the user named, whatever is in it; of a directory all files that can be read, and why the others cannot."""
+    """Return the files that the user named, whatever their content; of directories all readable files; and why not
+    the others.
+    """
     chosen: list[Source] = []
     skipped: dict[Path, str] = {}
     for name in names:
@@ -171,7 +173,7 @@ def named_files(names: list[str]) -> tuple[list[Source], dict[Path, str]]:
 
 
 def process_events(wanted: int) -> Source:
-    """What the processes of this machine do, snapshot after snapshot, until there are `wanted` lines."""
+    """Return lines about the processes of this machine, snapshot after snapshot, at least `wanted` of them."""
     lines: list[bytes] = []
     fields = ("pid", "ppid", "name", "status", "cpu_times", "memory_info", "num_threads")
     while len(lines) < wanted:
@@ -189,7 +191,7 @@ def process_events(wanted: int) -> Source:
 
 def name_topics(sources: list[Source]) -> None:
     """Give each source a topic of its own: the file's base name, with its directories where two are alike."""
-    taken = {"dead"}  # where the broker puts what is no message
+    taken = {"dead"}  # the broker's topic for invalid lines
     for source in sources:
         parts = source.path.absolute().parts if source.path else ("process",)
         spellings = (topic_name("-".join(parts[-depth:])) for depth in range(1, len(parts) + 1))
@@ -199,6 +201,6 @@ def name_topics(sources: list[Source]) -> None:
 
 
 def topic_name(text: str) -> str:
-    """`text` as a legal topic: one label, so that no longer topic can catch its messages."""
+    """Return `text` as a valid topic: one label, so that no longer topic can catch its messages."""
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", text.removesuffix(".log")).strip("-")[-150:]
     return name if record.is_topic(name) else f"log-{name.strip('-_')}".rstrip("-")

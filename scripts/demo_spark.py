@@ -18,7 +18,7 @@ from kmq.spark.sessions import find_java, require_spark
 
 
 def missing() -> str:
-    """What Spark lacks here and how to get it; "" where it can run."""
+    """Return what Spark lacks here and how to get it; "" if it can run."""
     try:
         require_spark()
         find_java()
@@ -28,10 +28,10 @@ def missing() -> str:
 
 
 def analyse(data: str, run_id: str, since: float, sent: dict[str, int], out: Console) -> bool:
-    """Audit the directory, archive what came since; whether both are as they should be. `sent`: messages by source."""
+    """Audit the directory and archive what arrived since. Return True if both are right. `sent`: messages by source."""
     here = Path(f"{data.rstrip('/')}-demo")
     archived, report = here / "archive", here / "audit.html"
-    shutil.rmtree(archived, ignore_errors=True)  # of the run before
+    shutil.rmtree(archived, ignore_errors=True)  # from the previous run
     here.mkdir(parents=True, exist_ok=True)
     out.print("\nspark      starting: audit and archive of what was shipped")
     with running("demo") as job:

@@ -1,9 +1,10 @@
-"""What is in an image, as CycloneDX JSON: its wheels with licence and sha256, its Debian packages, its Python.
+"""The content of an image as CycloneDX JSON: its wheels with licence and sha256, its Debian packages, its Python.
 
     scripts/sbom.py NAME VERSION WHEELS... <SYSTEM >NAME.cdx.json
 
-SYSTEM is what `scripts/image` asks the image itself: `python <version>`, `distro <name> <version>`, and for each package
-`deb <name> <version> <architecture>`. The same input gives the same bytes. The jars inside pyspark are not listed one by one.
+SYSTEM is the image's answer to `scripts/image`: `python <version>`, `distro <name> <version>`, and for each package
+`deb <name> <version> <architecture>`. The same input gives the same bytes. The jars inside pyspark are not listed one
+by one.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ def of_wheel(path: Path) -> Component:
 
 
 def licences(metadata: Message) -> list[dict[str, Any]]:
-    """By the expression, else by the field if it is a name, else by the classifiers."""
+    """Return the licences: from the expression, else from the field if it is a name, else from the classifiers."""
     if expression := metadata["License-Expression"]:
         return [{"expression": expression}]
     name = (metadata["License"] or "").strip()
@@ -48,7 +49,7 @@ def licences(metadata: Message) -> list[dict[str, Any]]:
 
 
 def of_system(lines: list[str]) -> Iterator[Component]:
-    """The packages and the Python that the image has named."""
+    """Yield the packages and the Python that the image has named."""
     distro = next((line.split()[1:] for line in lines if line.startswith("distro ")), ["debian", ""])
     for kind, *fields in map(str.split, lines):
         if kind == "deb":

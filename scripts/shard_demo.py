@@ -1,9 +1,15 @@
-"""A shard on this machine: three brokers and a Consul, with producers and a group, while one broker after the other is lost.
+"""A shard on this machine: three brokers and a Consul, with producers and a group, while one broker after the other
+fails.
 
-Faults      The leader is killed. A follower's replica is stopped for longer than KMQ_REPLICA_LAG, as if it were cut off. The
+       s  leader  ISR         hw   acks/s
+      12  b       abc     48,210    4,102  ████████
+
+Faults      The leader is killed. A follower's replica is stopped for longer than KMQ_REPLICA_LAG, as if it were cut
+off. The
             disk of the other follower is wiped.
-Drawn       A row each second: who leads, the ISR, the high watermark, and what was acknowledged in that second.
-Checked     Every acknowledged message is stored once, the group has read all of them, and the WALs of the three brokers are
+Drawn       A row each second: the leader, the ISR, the high watermark, and how much was acknowledged in that second.
+Checked     Every acknowledged message is stored once, the group has read all of them, and the WALs of the three brokers
+have
             the same bytes.
 
 Everything is on loopback and in a directory that is removed.
@@ -46,7 +52,7 @@ CALM_S = 4.0  # between two faults
 CUT_S = 5.0  # longer than KMQ_REPLICA_LAG
 WAIT_S = 120.0
 BAR = 40
-MOST_DRAWN = 2 * PRODUCERS * RATE  # a full bar; more comes when what has waited is answered
+MOST_DRAWN = 2 * PRODUCERS * RATE  # a full bar; more is acknowledged when waiting messages get their replies
 PORTS = ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT", "METRICS_PORT", "KAFKA_PORT")
 OWN_PORTS = range(10_000, 32_768)  # from there on the kernel chooses ports for connections (ip_local_port_range)
 SHM = Path("/dev/shm")
@@ -67,7 +73,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def consul(root: Path) -> Iterator[str]:
-    """A Consul for development; its address."""
+    """Run a Consul for development, and yield its address."""
     found = subprocess.run([ROOT / "scripts/consul-setup"], capture_output=True, text=True)
     if found.returncode:
         raise ConfigError(f"a shard needs a Consul: {found.stderr.strip()}")
@@ -88,7 +94,7 @@ class ShardBroker:
     """One broker of the shard, with directories, ports and an instance name of its own."""
 
     def __init__(self, name: str, root: Path, address: str, **more: str) -> None:
-        """`more`: settings without their KMQ_."""
+        """`more`: settings without the prefix KMQ_."""
         self.name, self.data, self.pipes = name, root / name / "data", root / name / "pipes"
         self.instance = f"shard-demo-{os.getpid()}-{name}"
         self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
@@ -108,7 +114,7 @@ class ShardBroker:
             raise RetryError(f"{self.name}: {done.stderr.strip()}; its log: {self.pipes}/kmq.log")
 
     def kill(self) -> None:
-        """Kill all of its processes, the supervisor first: nothing starts them again."""
+        """Kill all processes of the broker, the supervisor first, so that nothing restarts them."""
         supervisor = psutil.Process(int(re.findall(r"\bpid=(\d+)", (self.pipes / "supervisor.owner").read_text())[0]))
         supervisor.suspend()  # else it may start a stage that is not seen
         for process in (supervisor, *supervisor.children(recursive=True)):
@@ -120,7 +126,7 @@ class ShardBroker:
         return int(re.findall(r"\bpid=(\d+)", (self.pipes / "replica.owner").read_text())[0])
 
     def view(self) -> dict[str, Any]:
-        """Return what it knows of the shard; {} if it does not answer."""
+        """Return the broker's view of the shard; {} if it does not answer."""
         url = f"http://127.0.0.1:{self.ports['METRICS_PORT']}/v1/cluster"
         try:
             with urllib.request.urlopen(url, timeout=0.5) as reply:
@@ -129,7 +135,7 @@ class ShardBroker:
             return {}
 
     def end(self) -> None:
-        """End it, and remove what a broker leaves in memory for its next start."""
+        """End the broker, and remove what it leaves in shared memory for its next start."""
         self.kmq("down")
         for path in SHM.glob(f"{self.instance}.*"):
             path.unlink()
@@ -137,17 +143,17 @@ class ShardBroker:
 
 
 class Traffic(NamedTuple):
-    """What was acknowledged to the producers, refused to them, and read by the group; and who still works."""
+    """What was acknowledged to the producers, refused to them, and read by the group; and who is still at work."""
 
     acked: set[str]
     failed: list[str]
     read: Counter[str]
     is_over: threading.Event  # nothing more is sent
-    has_all: threading.Event  # everything that was sent is answered
+    has_all: threading.Event  # everything that was sent has a reply
 
 
 def produce(traffic: Traffic, hosts: str, name: str) -> None:
-    """Send with ids until told to end; return when all is answered. `hosts`: all three, whichever serves."""
+    """Send with ids until told to end; return when every message has a reply. `hosts`: all three brokers."""
 
     def answered(payload: str) -> Callable[[Any], None]:
         return lambda reply: traffic.failed.append(str(reply.error)) if reply.error else traffic.acked.add(payload)
@@ -161,19 +167,19 @@ def produce(traffic: Traffic, hosts: str, name: str) -> None:
             ahead = number / RATE - (time.monotonic() - began)
             if ahead > 0.01:
                 traffic.is_over.wait(ahead)
-            elif ahead < -1:  # after a pause: not all that was missed at once
+            elif ahead < -1:  # after a pause do not send everything that was missed at once
                 began = time.monotonic() - number / RATE
         producer.flush(WAIT_S)
 
 
 def consume(traffic: Traffic, hosts: str) -> None:
-    """Read with the group until it has all that was acknowledged."""
+    """Read with the group until it has read all acknowledged messages."""
     until = math.inf
     with kmq.Consumer(TOPIC, host=hosts, group_id=GROUP) as consumer:
         while time.monotonic() < until and not (traffic.has_all.is_set() and traffic.read.keys() >= traffic.acked):
             if traffic.has_all.is_set():
                 until = min(until, time.monotonic() + WAIT_S)
-            with contextlib.suppress(KmqError):  # another broker leads: what was not committed comes again
+            with contextlib.suppress(KmqError):  # another broker leads: uncommitted messages are delivered again
                 batch = consumer.poll(timeout=0.5)
                 traffic.read.update(message.value.decode() for message in batch if message.value)
                 consumer.commit()
@@ -199,7 +205,7 @@ def draw(brokers: list[ShardBroker], traffic: Traffic, notes: list[str], is_over
 
 
 def wait(brokers: list[ShardBroker], isr: str, *, at: str = "") -> dict[str, Any]:
-    """Return what a broker says once the ISR is this, and `at`, if given, does not lead."""
+    """Return a broker's view once the ISR is `isr`, and `at`, if given, does not lead."""
     until = time.monotonic() + WAIT_S
     while time.monotonic() < until:
         for view in filter(None, (broker.view() for broker in brokers)):
@@ -210,7 +216,7 @@ def wait(brokers: list[ShardBroker], isr: str, *, at: str = "") -> dict[str, Any
 
 
 def faults(brokers: dict[str, ShardBroker], notes: list[str]) -> None:
-    """Lose one broker after the other, and wait each time until all three are in the ISR again."""
+    """Let one broker after the other fail, and wait each time until all three are in the ISR again."""
     everybody = list(brokers.values())
     time.sleep(CALM_S)
     victim = wait(everybody, NAMES)["leader"]
@@ -245,7 +251,7 @@ def faults(brokers: dict[str, ShardBroker], notes: list[str]) -> None:
 
 
 def wal(broker: ShardBroker) -> bytes:
-    """Return the records of its WAL, whatever segments they are in."""
+    """Return the records of a broker's WAL, whatever segments they are in."""
     segments = sorted((broker.data / "append").glob("*.log"), key=lambda path: int(re.findall(r"\d+", path.name)[0]))
     return b"".join(path.read_bytes() for path in segments)
 
@@ -265,7 +271,7 @@ def compare(brokers: list[ShardBroker]) -> bool:
 
 
 def judge(traffic: Traffic, broker: ShardBroker) -> bool:
-    """Print what came of what was acknowledged."""
+    """Print whether every acknowledged message was stored and read."""
     pattern = re.compile(rb"\|(p\d+-\d+)$", re.M)
     stored = Counter(text.decode() for text in pattern.findall(wal(broker)))
     lost, twice = traffic.acked - stored.keys(), sum(1 for count in stored.values() if count > 1)

@@ -1,4 +1,8 @@
-"""A broker as a user has one: `kmq` commands, an environment, files. Private, and gone after the test whatever happened."""
+"""A broker as a user has one: `kmq` commands, an environment, files. Private, and gone after the test whatever happened.
+
+Two others start processes of a broker themselves, because a supervisor would start again what a test has ended: chaos.pod.Pod
+the four stages, contract/test_shard.py a replica and the stages behind it.
+"""
 
 import contextlib
 import os
@@ -6,14 +10,16 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import command_server
 import psutil
+from waiting import PATIENCE_S, until
 
 from kmq.broker import status
 from kmq.config.settings import load
@@ -21,10 +27,15 @@ from kmq.links import layout
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("ingress", "framer", "durability", "router")
-PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
 _PORTS = ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "KAFKA_PORT", "KAFKA_TLS_PORT", "EGRESS_PORT", "STATUS_PORT")
 FREE_PORTS = {f"KMQ_{port}": "0" for port in _PORTS}  # each broker its own: other tests run beside it
 _number = count()
+
+
+def environment(**settings: object) -> dict[str, str]:
+    """The environment of this process, with these settings and no other ones of KMQ."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
+    return kept | {name: str(value) for name, value in settings.items()}
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -37,29 +48,28 @@ def is_alive(process: psutil.Process) -> bool:
 def whole_lines(paths: list[Path]) -> list[bytes]:
     """The lines of these logs, without one that is being written."""
     texts = (path.read_bytes() for path in paths)
-    return b"".join(text[: text.rfind(b"\n") + 1] for text in texts).splitlines()
+    return b"".join(text[: text.rfind(b"\n") + 1] for text in texts).split(b"\n")[:-1]
+
+
+def remove_shared_memory(instance: str) -> None:
+    """Remove what the instance has left, when none of its processes lives."""
+    for path in Path("/dev/shm").glob(f"{instance}.*"):
+        path.unlink()
+    layout.remove_left_bells(instance)
 
 
 class Broker:
     """One instance: its settings as environment, its directories, the commands that drive it."""
 
     def __init__(self, root: Path, data: Path | None = None) -> None:
+        self.inside: Sequence[str] = ()  # the words under which commands run, as of a network namespace
         self.gateway = True  # whether it will have one: that takes longer to start than the four stages together
         self.root, self.data, self.pipes = root, data or root / "data", root / "pipes"
         root.mkdir(parents=True, exist_ok=True)
         self.instance = f"sc{os.getpid()}-{next(_number)}"
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
-        self.env = (
-            kept
-            | {
-                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                "COLUMNS": "80",
-                "KMQ_INSTANCE": self.instance,
-                "KMQ_DATA": str(self.data),
-                "KMQ_PIPES": str(self.pipes),
-            }
-            | FREE_PORTS
-        )
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        where = {"KMQ_INSTANCE": self.instance, "KMQ_DATA": self.data, "KMQ_PIPES": self.pipes}
+        self.env = environment(PATH=path, COLUMNS=80, **where, **FREE_PORTS)
 
     # --- commands ------------------------------------------------------------------------------------------------
 
@@ -69,11 +79,23 @@ class Broker:
         """A command in this broker's environment, changed by `settings`; `text` is its stdin."""
         env = self.env | {name: str(value) for name, value in settings.items()}
         return subprocess.run(
-            command, env=env, cwd=self.root, input=text, capture_output=True, text=True, timeout=patience_s
+            [*self.inside, *command],
+            env=env,
+            cwd=self.root,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=patience_s,
         )
 
-    def kmq(self, *arguments: str, text: str = "", **settings: Any) -> subprocess.CompletedProcess[str]:
-        return self.run("kmq", *arguments, text=text, **settings)
+    def kmq(
+        self, *arguments: str, text: str = "", patience_s: float = PATIENCE_S, **settings: object
+    ) -> subprocess.CompletedProcess[str]:
+        """The same of `kmq`, without a new interpreter for it where that is possible (command_server.py)."""
+        if self.inside:
+            return self.run("kmq", *arguments, text=text, patience_s=patience_s, **settings)
+        env = self.env | {name: str(value) for name, value in settings.items()}
+        return command_server.run([*arguments], env, self.root, text, patience_s)
 
     def up(self, **settings: Any) -> None:
         result = self.kmq("up", *[] if self.gateway else ["--no-gateway"], **settings)
@@ -133,11 +155,8 @@ class Broker:
             while sock.recv(4096):
                 pass
 
-    def wait(self, condition, what: str) -> None:  # type: ignore[no-untyped-def]
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, f"never came: {what}\n{self.log()[-2000:]}"
-            time.sleep(0.02)
+    def wait(self, condition, what: str, **options):  # type: ignore[no-untyped-def]
+        return until(condition, what, lambda: self.log()[-2000:], **options)
 
     def wait_routed(self, n: int) -> None:
         """Until the router has passed seq `n`, and those in front of it have said so too."""
@@ -180,7 +199,5 @@ class Broker:
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-        for path in Path("/dev/shm").glob(f"{self.instance}.*"):
-            path.unlink()
-        layout.remove_left_bells(self.instance)
+        remove_shared_memory(self.instance)
         shutil.rmtree(self.root)

@@ -1,7 +1,6 @@
 """A real Chromium, Debian's, driven by Playwright; nothing is downloaded. What a page did wrong is kept."""
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokers import PATIENCE_S
+from waiting import PATIENCE_S, until
 
 CHROMIUM = "/usr/bin/chromium"
 _WATCH = """
@@ -93,22 +92,21 @@ class Watched:
 
         Playwright's own wait calls eval() in the page, which the page's policy forbids.
         """
-        deadline = time.monotonic() + PATIENCE_S
-        while not (found := self.page.evaluate(expression, value)):
-            assert time.monotonic() < deadline, (
-                f"never became true: {expression} {value}\n{self.page.inner_text('main')[:2000]}"
-            )
-            self.page.wait_for_timeout(50)
-        return found
+        return until(
+            lambda: self.page.evaluate(expression, value) or self.page.wait_for_timeout(50),
+            f"{expression} {value}",
+            lambda: self.page.inner_text("main")[:2000],
+            every_s=0,
+        )
 
     def document(self, path: str, as_of: str) -> dict[str, Any]:
         """Return the document of a path that was made at that moment, as the page got it."""
-        for _ in range(300):
-            for found in self.documents.get(path, ()):
-                if str(found["as_of"]) == as_of:
-                    return found
-            self.page.wait_for_timeout(100)
-        raise AssertionError(f"the page never got {path} as of {as_of}")
+
+        def found() -> dict[str, Any] | None:
+            self.page.wait_for_timeout(50)
+            return next((each for each in self.documents.get(path, ()) if str(each["as_of"]) == as_of), None)
+
+        return until(found, f"{path} as of {as_of}", every_s=0)
 
     def close(self) -> None:
         """Close it; whatever the page complained of fails the test."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from brokers import Broker
+from lanes import pytest_runtestloop  # noqa: F401 - a hook
+from sampling import pytest_collection_modifyitems, pytest_report_header  # noqa: F401 - hooks
 
 from kmq.errors import ConfigError
 from kmq.spark.sessions import find_java

@@ -3,10 +3,11 @@
 import random
 import socket
 import subprocess
-import time
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
+
+from waiting import until
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60.0
@@ -58,20 +59,12 @@ class Consul:
                 stderr=subprocess.STDOUT,
                 env={"CHECKPOINT_DISABLE": "1", "PATH": "/usr/bin:/bin"},
             )
-        self._wait_for_leader()
+        until(self._has_leader, "a leader", self.log.read_text, process=self.process)
 
-    def _wait_for_leader(self) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while True:
-            with (
-                suppress(OSError),
-                urllib.request.urlopen(f"http://{self.address}/v1/status/leader", timeout=5) as reply,
-            ):
-                if len(reply.read()) > 4:
-                    return
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < until, f"no leader: {self.log.read_text()}"
-            time.sleep(0.02)
+    def _has_leader(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"http://{self.address}/v1/status/leader", timeout=5) as reply:
+            return len(reply.read()) > 4
+        return False
 
     def close(self) -> None:
         self.process.kill()

@@ -4,7 +4,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import grpc
-from brokers import PATIENCE_S
+from waiting import PATIENCE_S
 
 from kmq.gateway.grpc.schema import KMQ
 

@@ -19,13 +19,13 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 60.0
+from waiting import PATIENCE_S, until
+
 PYTHON = ("confluent", "kafka-python", "aiokafka")
 
 
@@ -98,7 +98,7 @@ class Member:
         return rest.removeprefix(command.split()[0]).strip()
 
     def await_assigned(self, *partitions: int) -> None:
-        wait(lambda: self.assigned == set(partitions), lambda: f"{self}, and not {partitions}")
+        until(lambda: self.assigned == set(partitions), f"it reads {partitions}", lambda: self)
 
     def close(self) -> None:
         """Leave the group."""
@@ -118,13 +118,6 @@ class Member:
         return f"{self.name} reads {self.assigned}; it said at last\n{''.join(self._said[-30:])}"
 
 
-def wait(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what()}"
-        time.sleep(0.02)
-
-
 def await_shared(members: list[Member], partitions: int) -> None:
     """Wait until the members read all partitions of their topic between them, each once, and evenly."""
 
@@ -135,7 +128,7 @@ def await_shared(members: list[Member], partitions: int) -> None:
         together = sorted(number for part in some for number in part)
         return len(some) == len(members) and together == list(range(partitions)) and _spread(some) <= 1
 
-    wait(is_shared, lambda: "\n".join(map(str, members)))
+    until(is_shared, f"{partitions} partitions, shared", lambda: "\n".join(map(str, members)))
 
 
 def _spread(parts: list[set[int]]) -> int:

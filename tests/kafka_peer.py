@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kio.serial import entity_reader, entity_writer
+from waiting import until
 
 from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.wire import ErrorCode
 
 PATIENCE_S = 60.0
 
@@ -150,6 +152,10 @@ class Peer:
     # --- topics ------------------------------------------------------------------------------------------------------
 
     def make_topic(self, topic: str) -> int:
-        """Its number of partitions, once it is there."""
-        asked = self.ask(3, 4, topics=[{"name": topic}], allow_auto_topic_creation=True)
-        return len(asked.topics[0].partitions)
+        """Its number of partitions, once it takes batches."""
+
+        def partitions() -> int | None:  # each request waits some seconds for the router
+            [made] = self.ask(3, 4, topics=[{"name": topic}], allow_auto_topic_creation=True).topics
+            return len(made.partitions) if made.error_code != ErrorCode.leader_not_available else None
+
+        return until(partitions, f"batches of {topic}")

@@ -1,15 +1,13 @@
 """Consumers of three Kafka libraries, without groups: each reads a partition from an offset on."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import aiokafka
 import confluent_kafka
 import kafka
-
-PATIENCE_S = 120.0
+from waiting import PATIENCE_S, attempts
 
 
 class Received(NamedTuple):
@@ -20,21 +18,16 @@ class Received(NamedTuple):
     timestamp: int
 
 
-def _until() -> float:
-    return time.monotonic() + PATIENCE_S
-
-
 def by_confluent(port: int, topic: str, partition: int, offset: int, end: int, **settings: Any) -> list[Received]:
     """What librdkafka reads of a partition, up to the offset before `end`: its position says when that is."""
     options = {"bootstrap.servers": f"localhost:{port}", "group.id": "none", "enable.auto.commit": False}
     consumer = confluent_kafka.Consumer(
         options | {"auto.offset.reset": "error", "enable.partition.eof": True, "check.crcs": True} | settings
     )
-    place, until = confluent_kafka.TopicPartition(topic, partition, offset), _until()
     found: list[Received] = []
-    consumer.assign([place])
+    consumer.assign([confluent_kafka.TopicPartition(topic, partition, offset)])
     try:
-        while time.monotonic() < until:
+        for _ in attempts("the end", lambda: f"{len(found)} records", every_s=0):
             for each in consumer.consume(1000, 0.2):
                 message: Any = each
                 error = message.error()
@@ -45,7 +38,7 @@ def by_confluent(port: int, topic: str, partition: int, offset: int, end: int, *
                     raise confluent_kafka.KafkaException(error)
                 elif message.offset() >= end:
                     return found
-        raise AssertionError(f"{len(found)} records, but not the end")
+        raise AssertionError  # attempts() ends by an error
     finally:
         consumer.close()
 
@@ -53,13 +46,14 @@ def by_confluent(port: int, topic: str, partition: int, offset: int, end: int, *
 def by_kafka_python(port: int, topic: str, partition: int, offset: int, end: int, **settings: Any) -> list[Received]:
     options = {"bootstrap_servers": f"localhost:{port}", "enable_auto_commit": False, "auto_offset_reset": "none"}
     consumer = kafka.KafkaConsumer(**options | settings)
-    place, until = kafka.TopicPartition(topic, partition), _until()
+    place = kafka.TopicPartition(topic, partition)
     found: list[Received] = []
+    tries = attempts("the end", lambda: f"{len(found)} records", every_s=0)
     try:
         consumer.assign([place])
         consumer.seek(place, offset)
         while consumer.position(place) < end:
-            assert time.monotonic() < until, f"{len(found)} records, but not the end"
+            next(tries)
             for messages in consumer.poll(200).values():
                 found += [Received(m.offset, m.key, m.value, tuple(m.headers), m.timestamp) for m in messages]
         return found

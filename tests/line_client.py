@@ -4,7 +4,7 @@ import socket
 import ssl
 from typing import Any
 
-from brokers import PATIENCE_S
+from waiting import PATIENCE_S
 
 from kmq.wire import replies
 

@@ -58,7 +58,7 @@ def append(made: list[Any], lines: list[bytes], group: int = 1000) -> None:
 
 
 ORDERS = [b'orders.k%d|0|%d|{"user": "u%d", "amount": %d}' % (n % 5, n, n % 2, n) for n in range(1, 11)]
-LETTERS = [b"jobs.eu.x|0|;enc=b64|/wA=", b"jobs.eu.y|0|2;a=1|tab\there, and a comma", b"Jobs|0|1|other case"]
+LETTERS = [b"jobs.eu.x|0|;enc=b64|/wA=", b"jobs.eu.y|0|2;aa=1|tab\there, and a comma", b"Jobs|0|1|other case"]
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from kmq.config.settings import load
 
 PATIENCE_S = 300.0  # for one command; reached only by a bug
 _BLOCK = re.compile(r"(?ms)(?:^<!-- not pasted: ([^\n]*) -->\n+)?^```(\w*)\n(.*?)^```$")
+_LIBRDKAFKA = re.compile(r"%[4-7]\|")  # its log: on a busy machine it warns of connections that it makes anew
 _NOT_TYPED = ("", "text", "json")  # drawings and formats: nothing for a shell or for Python
 # Not of the page: progress, which on a terminal is a bar that goes away, and the options that make short JVMs quick.
 _ASIDE = re.compile(r"ts=\S+ level=info stage=\S+ event=(?:step|progress|batch) |Picked up JAVA_TOOL_OPTIONS")
@@ -252,6 +253,7 @@ def paste_all(name: str, page: str) -> list[str]:
         for step in steps(block):
             begin = time.monotonic()
             code, said = (shell if block.language == "console" else python).paste(step)
+            said = [line for line in said if not _LIBRDKAFKA.match(line)]
             print(
                 f"{name}:{step.line}: {time.monotonic() - begin:.1f} s: {step.code.strip().splitlines()[0]}",
                 flush=True,

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -13,8 +12,7 @@ from typing import Any
 import yaml
 from consuls import free_ports
 from promtools import program
-
-PATIENCE_S = 120.0
+from waiting import PATIENCE_S, until
 
 
 class Prometheus:
@@ -51,11 +49,7 @@ class Prometheus:
 
     def wait(self, condition: Any, what: str, patience_s: float = PATIENCE_S) -> None:
         """Wait until `condition()` is true."""
-        deadline = time.monotonic() + patience_s
-        while not condition():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, f"never came: {what}\n{self.log.read_text()[-2000:]}"
-            time.sleep(0.1)
+        until(condition, what, self.log.read_text, seconds=patience_s, process=self.process)
 
     def ask(self, path: str, **parameters: str) -> Any:
         """Return `data` of an answer of the API."""

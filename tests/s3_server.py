@@ -3,15 +3,13 @@
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from pyarrow.fs import S3FileSystem
-
-PATIENCE_S = 60.0
+from waiting import until
 
 
 @contextmanager
@@ -20,11 +18,10 @@ def up(log: Path, bucket: str) -> Iterator[S3FileSystem]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     with log.open("w") as file:
         server = subprocess.Popen(command, stdout=file, stderr=file)
-    patch, deadline = pytest.MonkeyPatch(), time.monotonic() + PATIENCE_S
+    patch = pytest.MonkeyPatch()
     try:
-        while not (said := re.search(r"Running on (http://\S+)", log.read_text())):
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.02)
+        ready = r"Running on (http://\S+)"
+        said = until(lambda: re.search(ready, log.read_text()), ready, log.read_text, process=server)
         given = {"ENDPOINT_URL": said[1], "ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "REGION": "us-east-1"}
         for name, text in given.items():
             patch.setenv(f"AWS_{name}", text)

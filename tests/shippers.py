@@ -1,4 +1,4 @@
-"""Debian's rsyslog and syslog-ng, each with its recipe of docs/ship-logs.md: a child in the foreground, with files of its own."""
+"""Debian's rsyslog, syslog-ng and collectd: each a child in the foreground, with files of its own."""
 
 import fcntl
 import os
@@ -8,12 +8,11 @@ import socket
 import struct
 import subprocess
 import termios
-import time
 from functools import cache
 from pathlib import Path
 
 import pytest
-from brokers import PATIENCE_S
+from waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("rsyslog", "syslog-ng")
@@ -30,40 +29,53 @@ include(file="{root}/recipe.conf")
 source s_src {{ unix-dgram("{root}/log"); }};
 @include "{root}/recipe.conf"
 """,
+    "collectd": """
+BaseDir "{root}"
+PIDFile "{root}/pid"
+PluginDir "{programs}/usr/lib/collectd"
+TypesDB "{programs}/usr/share/collectd/types.db"
+Hostname "h1"
+LoadPlugin unixsock
+<Plugin unixsock>
+  SocketFile "{root}/log"
+</Plugin>
+Include "{root}/recipe.conf"
+""",
 }
 
 
 @cache
 def _unpacked() -> Path | str:
-    """Return the directory under which both lie, or why there is none."""
+    """Return the directory under which all lie, or why there is none."""
     done = subprocess.run([ROOT / "scripts/shippers-setup"], capture_output=True, text=True, timeout=300)
     return done.stderr.strip()[-500:] if done.returncode else Path(done.stdout.strip())
 
 
-def recipe(name: str) -> str:
-    """Return the first block of the shipper's section."""
+def recipe(name: str, root: Path, host: str, port: int) -> str:
+    """Return the first block of the shipper's section in docs/ship-logs.md, for an intake at this address."""
     page = (ROOT / "docs/ship-logs.md").read_text()
     found = re.search(rf"(?ms)^## {name}$.*?^```text\n(.*?)^```$", page)
     assert found, f"docs/ship-logs.md has no recipe for {name}"
-    return found[1]
+    text = found[1].replace('"kmq" port', f'"{host}" port').replace("/var/lib/syslog-ng", str(root))
+    assert text.count("5140") == 1
+    return text.replace("5140", str(port))
 
 
 class Shipper:
-    """One of NAMES. It takes lines at a socket as /dev/log is one, and sends them to an intake."""
+    """A daemon that takes lines at the socket `log` and sends them as its configuration says."""
 
-    def __init__(self, name: str, root: Path, host: str, port: int) -> None:
-        """Skip the test where there is none, and fail it in CI."""
+    def __init__(self, name: str, root: Path, configuration: str) -> None:
+        """Skip the test where there is none, and fail it in CI. `name`: rsyslog, syslog-ng or collectd."""
         found = _unpacked()
         if isinstance(found, str):
             (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"{name} is missing: {found}")
         root.mkdir()
         self.root, self._programs = root, found
-        text = recipe(name).replace('"kmq" port', f'"{host}" port').replace("/var/lib/syslog-ng", str(root))
-        assert text.count("5140") == 1
-        (root / "recipe.conf").write_text(text.replace("5140", str(port)))
-        (root / "main.conf").write_text(_AROUND[name].format(root=root).lstrip())
-        self._command = self._rsyslog() if name == "rsyslog" else self._syslog_ng()
-        self._log = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        (root / "recipe.conf").write_text(configuration)
+        (root / "main.conf").write_text(_AROUND[name].format(root=root, programs=found).lstrip())
+        self._command = {"rsyslog": self._rsyslog, "syslog-ng": self._syslog_ng, "collectd": self._collectd}[name]()
+        # collectd answers each line; the others take datagrams, as at /dev/log.
+        self._log = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM if name == "collectd" else socket.SOCK_DGRAM)
         self._log.settimeout(PATIENCE_S)
         self.start()
 
@@ -77,6 +89,9 @@ class Shipper:
         program = str(self._programs / "usr/sbin/syslog-ng")
         return [program, "--foreground", "--no-caps", "--stderr", f"--module-path={modules}", *files]
 
+    def _collectd(self) -> list[str]:
+        return [str(self._programs / "usr/sbin/collectd"), "-f", "-C", "main.conf"]
+
     def start(self) -> None:
         """Start it; returns when it takes lines."""
         libraries = {str(path.parent) for path in self._programs.rglob("*.so*")}
@@ -88,10 +103,8 @@ class Shipper:
                 stdout=said,
                 stderr=said,
             )
-        deadline = time.monotonic() + PATIENCE_S
-        while self._log.connect_ex(str(self.root / "log")):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.said()
-            time.sleep(0.02)
+        path = str(self.root / "log")
+        until(lambda: not self._log.connect_ex(path), "its socket", self.said, process=self.process)
 
     def said(self) -> str:
         return (self.root / "said").read_text(errors="replace")
@@ -99,6 +112,12 @@ class Shipper:
     def log(self, line: bytes) -> None:
         """Log a line as syslog(3) does; waits while the shipper reads none."""
         self._log.send(b"<13>Nov 27 10:00:00 app: " + line)
+
+    def put_value(self, line: str) -> None:
+        """Hand collectd a value in its own protocol."""
+        self._log.sendall(line.encode() + b"\n")
+        answer = self._log.recv(4096)
+        assert answer.startswith(b"0 "), answer
 
     def has_taken_all(self) -> bool:
         """Return True if it has read every line that was logged."""

@@ -1,1 +1,1 @@
-"""How fast, how small, how soon: measurements of the broker, never part of a test run. `make bench` runs them."""
+"""Measurements of the broker: speed, memory, latency, startup. Never part of a test run. `make bench` runs them."""

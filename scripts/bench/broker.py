@@ -36,7 +36,7 @@ POLL_S = 0.0002  # between two looks at a queue file
 
 
 def burst(directory: Path, scale: Scale) -> Iterator[Figure]:
-    """First byte sent until the last line is in test.log."""
+    """Time from the first byte sent until the last line is in test.log."""
     bars = {50_000: "≥ 1400000"}
     with pod(directory) as running:
         running.load("count", KEY, 1000, 36)
@@ -55,14 +55,14 @@ def burst(directory: Path, scale: Scale) -> Iterator[Figure]:
 
 
 def one_burst(running: Pod, count: int) -> float:
-    """Seconds that one burst took."""
+    """Return the seconds that one burst took."""
     log = str(running.log())
     first = running.last_seq() + 1
     stamp = len("|1700000000.000000|")
     grown = sum(map(len, map(str, range(first, first + count)))) + count * (stamp + 36)
     expected = os.stat(log).st_size + grown
     sending = running.send("count", KEY, count, 36)
-    time.sleep(0.05)  # let the producer's start-up cool down: what follows is timed
+    time.sleep(0.05)  # let the producer's start-up cool down before the timed part
     sending.go()
     wait_until(lambda: os.stat(log).st_size >= expected, POLL_S)
     end = time.monotonic()
@@ -74,7 +74,7 @@ def one_burst(running: Pod, count: int) -> float:
 
 
 def idle(directory: Path, scale: Scale) -> Iterator[Figure]:
-    """CPU time while nothing happens, in percent of one core."""
+    """CPU time while idle, in percent of one core."""
     with pod(directory) as running:
         running.load("count", KEY, 10_000, 36)
         time.sleep(2)  # the last provisional index lines are written
@@ -88,7 +88,7 @@ def idle(directory: Path, scale: Scale) -> Iterator[Figure]:
 
 
 def memory(directory: Path, scale: Scale) -> Iterator[Figure]:
-    """PSS with the rings in it, after a burst; after sustained load it is measured there."""
+    """PSS with the rings in it, after a burst. After sustained load it is measured there."""
     del scale
     with pod(directory) as running:
         say("memory after a burst of 10,000")

@@ -1,4 +1,4 @@
-"""What processes cost: CPU, memory, and what the rest of the machine took meanwhile."""
+"""The cost of processes: CPU, memory, and the CPU that the rest of the machine used meanwhile."""
 
 import os
 import resource
@@ -25,7 +25,9 @@ def cpu_exact(pid: int) -> float:
 
 
 def pss(pid: int) -> int:
-    """Proportional set size in bytes: private memory plus a fair share of what is shared, the rings among it."""
+    """Return the proportional set size in bytes: private memory plus a fair share of shared memory, such as the
+    rings.
+    """
     for row in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if row.startswith("Pss:"):
             return int(row.split()[1]) * 1024
@@ -40,7 +42,7 @@ def memory_figures(running: Pod, when: str) -> Iterator[Figure]:
 
 @contextmanager
 def stage_cpu(running: Pod) -> Iterator[dict[str, float]]:
-    """Holds, when it is over, the CPU seconds that each stage took meanwhile."""
+    """Yield a dict that has, after the block, the CPU seconds of each stage within the block."""
     taken: dict[str, float] = {}
     pids = running.pids()
     before = {stage: cpu_seconds(pid) for stage, pid in pids.items()}
@@ -50,8 +52,10 @@ def stage_cpu(running: Pod) -> Iterator[dict[str, float]]:
 
 @contextmanager
 def rest_of_machine(running: Pod) -> Iterator[list[str]]:
-    """Says, when it is over, how many cores went to neither the pod, the producer nor us: neighbours, and the kernel's
-    own writing to the disk. A figure taken on a busy machine should show it."""
+    """Yield a list that tells, after the block, how many cores went to neither the pod, the producer nor this process.
+
+    These are other programs and the kernel's own writing to the disk. A figure from a busy machine should show it.
+    """
 
     def rest() -> float:
         busy = psutil.cpu_times()

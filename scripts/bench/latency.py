@@ -16,7 +16,7 @@ from kmq.config.values import MIB
 
 
 def latency(directory: Path, scale: Scale) -> Iterator[Figure]:
-    """From just before the send until a reader, woken by inotify, has the bytes of the queue file in hand."""
+    """Time from just before the send until a reader, woken by inotify, has read the bytes from the queue file."""
     with pod(directory) as running:
         running.load("count", KEY, 1000, 100)
         for rate in (1_000, 50_000):
@@ -28,7 +28,7 @@ def latency(directory: Path, scale: Scale) -> Iterator[Figure]:
 
 
 def one_latency(running: Pod, rate: int, seconds: float) -> list[float]:
-    """Sorted latencies in microseconds. The reader only collects; it takes apart what it read afterwards."""
+    """Return sorted latencies in microseconds. The reader only collects bytes, and parses them afterwards."""
     libc = ctypes.CDLL(None, use_errno=True)
     notify = libc.inotify_init1(os.O_CLOEXEC)
     path = str(running.log().resolve())

@@ -1,4 +1,4 @@
-"""What 32 partitions cost: the same lines to a topic of one partition and to one of many, in turns on one broker."""
+"""The cost of 32 partitions: the same lines to a topic of one partition and to one of many, in turns on one broker."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +14,7 @@ MANY, KEYS = 32, 200
 
 
 def partitions(directory: Path, scale: Scale) -> Iterator[Figure]:
-    """The ratios are those of the sums of all turns, so that what else the machine does meets both alike."""
+    """The ratios are those of the sums of all turns, so that other load on the machine affects both alike."""
     for nbytes in (100, 1000):
         for what, count in (("no key", 0), (f"{KEYS:,} keys", KEYS)):
             with pod(directory) as running:

@@ -32,7 +32,7 @@ PRIVATE = (
     "KMQ_STATUS_PORT",
     "KMQ_DATA",
     "KMQ_PIPES",
-)  # set here, whatever the environment says
+)  # set here, whatever is in the environment
 
 
 class Pod:
@@ -57,7 +57,7 @@ class Pod:
         self.began = 0.0  # when `kmq up` was called
 
     def up(self) -> float:
-        """Start it; returns the seconds that `kmq up` took, until all stages were ready."""
+        """Start the broker. Return the seconds that `kmq up` took, until all stages were ready."""
         begin, self.began = time.monotonic(), time.time()
         self._kmq("up", "--gateway" if self._gateway else "--no-gateway")
         seconds = time.monotonic() - begin
@@ -71,7 +71,7 @@ class Pod:
             self._kmq("down")
 
     def kill(self) -> None:
-        """SIGKILL everything at once; the supervisor first, so that it restarts nobody."""
+        """SIGKILL everything at once; the supervisor first, so that it restarts nothing."""
         processes = [psutil.Process(pid) for pid in (self.supervisor, *self.pids().values())]
         for process in processes:
             process.send_signal(signal.SIGKILL)
@@ -104,7 +104,7 @@ class Pod:
         return read_port(self.settings, "ingress", 0)
 
     def produce(self, kind: str, *arguments: float) -> dict[str, float]:
-        """What kmq.Producer, in another process, does here."""
+        """Run kmq.Producer in another process and return its measurements."""
         argv = [*COMMAND, "_produce", kind, str(self.port), *map(str, arguments)]
         done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=WAIT_S)
         if done.returncode:
@@ -116,20 +116,20 @@ class Pod:
         return self.home / "data" / f"{topic}.log"
 
     def wait_routed(self, seq: int) -> float:
-        """Wait until everything up to `seq` is in its queue; returns when it was."""
+        """Wait until all records up to `seq` are in their queues. Return the time of that."""
         router = self.page().rows["router"]
         wait_until(lambda: router.seq >= seq, 0.002)
         return time.monotonic()
 
     def settle(self) -> None:
-        """Wait until everything that was acknowledged is routed."""
+        """Wait until all acknowledged records are routed."""
         self.wait_routed(self.last_seq())
 
     def last_seq(self) -> int:
         return wal.last_stored(self.settings.data)[0]
 
     def load(self, kind: str, *arguments: object) -> None:
-        """Send and wait until all of it is routed; nothing is measured."""
+        """Send and wait until everything is routed; nothing is measured."""
         before = self.last_seq()
         _, count = self.send(kind, *arguments).go().result()
         self.wait_routed(before + count)
@@ -137,7 +137,7 @@ class Pod:
 
 @contextmanager
 def pod(directory: Path, up: bool = True) -> Iterator[Pod]:
-    """A pod in a new directory; nothing of it is left behind."""
+    """Yield a pod in a new directory, and remove everything of it after the block."""
     home = Path(tempfile.mkdtemp(prefix="pod-", dir=directory))
     with pod_in(home, up) as running:
         yield running
@@ -146,7 +146,7 @@ def pod(directory: Path, up: bool = True) -> Iterator[Pod]:
 
 @contextmanager
 def pod_in(home: Path, up: bool = True) -> Iterator[Pod]:
-    """A pod in `home`, whose files stay."""
+    """Yield a pod in `home`, whose files stay."""
     running = Pod(home)
     try:
         if up:

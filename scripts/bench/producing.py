@@ -12,7 +12,7 @@ BATCHES = 40  # lists that may be without a reply at the same time
 
 
 def produce(kind: str, port: int, arguments: list[str]) -> None:
-    """Print what one kind of use gives, as JSON."""
+    """Print the measurements of one kind of use as JSON."""
     measured: dict[str, Callable[..., dict[str, float]]] = {
         "many": _produce_many,
         "one": _produce_one,
@@ -23,12 +23,12 @@ def produce(kind: str, port: int, arguments: list[str]) -> None:
 
 
 def _payload(nbytes: float) -> bytes:
-    """Of a message whose line has so many bytes, with an id of seven digits."""
+    """Return the payload of a message whose line has `nbytes` bytes, with an id of seven digits."""
     return b"x" * (int(nbytes) - len(line(KEY + "|1700000000.000000", 1_000_000, 0)))
 
 
 def _produce_many(port: int, nbytes: float, seconds: float) -> dict[str, float]:
-    """Lists of messages, a bounded number of them without reply; until the last reply."""
+    """Send lists of messages, with a limited number of lists in flight, until the last reply."""
     payloads = [_payload(nbytes)] * int(ONE_BATCH / nbytes)
     with Producer(port=port, max_in_flight=BATCHES * len(payloads)) as producer:
         producer.send_many(KEY, payloads).result()
@@ -45,7 +45,7 @@ def _produce_many(port: int, nbytes: float, seconds: float) -> dict[str, float]:
 
 
 def _produce_one(port: int, seconds: float) -> dict[str, float]:
-    """One message without reply at a time."""
+    """Send one message at a time, and wait for its reply."""
     taken: list[float] = []
     payload = _payload(100)
     with Producer(port=port) as producer:
@@ -58,7 +58,7 @@ def _produce_one(port: int, seconds: float) -> dict[str, float]:
 
 
 def _produce_window(port: int, seconds: float) -> dict[str, float]:
-    """Message after message, 64 without reply."""
+    """Send single messages, with 64 in flight."""
     taken: list[float] = []
     payload = _payload(100)
     with Producer(port=port, max_in_flight=64) as producer:
@@ -72,7 +72,7 @@ def _produce_window(port: int, seconds: float) -> dict[str, float]:
 
 
 def _produce_paced(port: int, rate: float, seconds: float) -> dict[str, float]:
-    """One message after the other at an even pace, whose replies nobody waits for."""
+    """Send single messages at an even pace, without waiting for their replies."""
     taken: list[float] = []
     payload = _payload(100)
     with Producer(port=port) as producer:

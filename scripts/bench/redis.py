@@ -66,7 +66,9 @@ def peer_requests(peer: Server, kind: str, *arguments: float) -> tuple[dict[str,
 
 @contextmanager
 def server(home: Path) -> Iterator[Server | None]:
-    """A server with its files in `home`, without the machine's own configuration; None where none is installed."""
+    """Yield a server with its files in `home`, without the machine's own configuration; None if Redis is not
+    installed.
+    """
     if not shutil.which(SERVER):
         yield None
         return

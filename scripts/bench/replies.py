@@ -1,4 +1,4 @@
-"""How long a reply takes, and how many messages a second that allows with few messages in flight."""
+"""How long a reply takes, and the rate of messages that this allows with few messages in flight."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ CONNECTIONS = 1000
 
 
 def acked_latency(directory: Path, scale: Scale) -> Iterator[Figure]:
-    """From send() until its caller has the reply, which says that the message is on disk: kmq.Producer, then raw lines."""
+    """Time from send() until the caller has the reply that the message is on disk: kmq.Producer, then raw lines."""
     runs = (
         ("one", (), "1 in flight", "≤ 280", ""),
         ("window", (), "64 in flight", "", ""),
@@ -48,7 +48,7 @@ def connections(directory: Path, scale: Scale) -> Iterator[Figure]:
 
 
 def requests(running: Pod, kind: str, *arguments: float) -> tuple[dict[str, float], str]:
-    """What the generator found, and a note of how many cores the generator and each stage took."""
+    """Return the generator's measurements, and a note of how many cores the generator and each stage took."""
     generator = Requests("kmq", kind, running.port, *arguments)
     with rest_of_machine(running) as rest, stage_cpu(running) as taken:
         found = generator.go().result()

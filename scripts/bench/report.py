@@ -1,4 +1,4 @@
-"""What every benchmark does around its measuring: options, the parts in turn, a table of figures, also as JSON."""
+"""What all benchmarks share: options, the parts in turn, and a table of figures, also as JSON."""
 
 import argparse
 import compileall
@@ -24,7 +24,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Figure:
-    """One measured value beside its bar. `bar` reads like "≥ 1400000"; "" where there is none.
+    """One measured value beside its bar. `bar` reads like "≥ 1400000"; "" without a bar.
 
     A value of None was not measured; `note` says why.
     """
@@ -109,7 +109,8 @@ def run(
     if unknown := set(options.parts) - set(parts):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are: {' '.join(parts)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILED))  # so that what was started is stopped and removed
-    # As an installation does. A process that has to compile KMQ takes 2 MB more, and Python may be told to write nothing.
+    # Compile first, as an installation does: a process that compiles KMQ takes 2 MB more, and Python may not write
+    # caches.
     for package in ("kmq", "stages"):
         compileall.compile_dir(ROOT / package, quiet=1)
     options.dir.mkdir(parents=True, exist_ok=True)

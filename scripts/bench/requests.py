@@ -94,7 +94,7 @@ DIALECTS: dict[str, Dialect] = {"kmq": Kmq, "redis": Redis}
 
 
 def request(dialect: str, kind: str, port: int, arguments: list[float]) -> None:
-    """Connect, say ready, wait for a line, measure; then print what was found as JSON."""
+    """Connect, say ready, wait for a line, and measure; then print the measurements as JSON."""
     run = KINDS[kind](DIALECTS[dialect], port, *arguments)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -105,7 +105,7 @@ def request(dialect: str, kind: str, port: int, arguments: list[float]) -> None:
 
 
 def _connect(dialect: Dialect, port: int, count: int = 1) -> list[socket.socket]:
-    """Connections that were greeted."""
+    """Return connections that were greeted."""
     socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
     for sock in socks:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -142,7 +142,7 @@ def _one(dialect: Dialect, port: int, seconds: float) -> Run:
 
 
 def _window(dialect: Dialect, port: int, seconds: float) -> Run:
-    """IN_FLIGHT messages in flight, on one connection. As many as were answered together are sent together."""
+    """IN_FLIGHT messages in flight, on one connection. After replies to n messages the next n are sent together."""
     (sock,) = _connect(dialect, port)
     send, receive, reader = sock.sendall, sock.recv, dialect()
     messages = [dialect.message * count for count in range(IN_FLIGHT + 1)]
@@ -164,7 +164,7 @@ def _window(dialect: Dialect, port: int, seconds: float) -> Run:
 
 
 def _flood(dialect: Dialect, port: int, nbytes: float, seconds: float) -> Run:
-    """Blocks of lines, a bounded number of them without reply, on one connection, until the last reply."""
+    """Blocks of lines, with a limited number of blocks in flight, on one connection, until the last reply."""
     (sock,) = _connect(dialect, port)
     per_block = BLOCK // int(nbytes)
     block = line(KEY, 0, int(nbytes)) * per_block

@@ -1,8 +1,8 @@
-"""How much of everything."""
+"""The size of the measurements."""
 
 
 class Scale:
-    """How much of everything: the full measure, or --quick."""
+    """The size of every measurement: full, or --quick."""
 
     def __init__(self, quick: bool) -> None:
         self.bursts = 3 if quick else 10
@@ -14,5 +14,5 @@ class Scale:
         self.idle_s = 3.0 if quick else 10.0
         self.records = 500_000 if quick else 10_000_000
         self.topics = 500 if quick else 10_000
-        self.starts = 3 if quick else 5  # of which the median counts
+        self.starts = 3 if quick else 5  # the median of them counts
         self.load_s = 1.0 if quick else 5.0  # of full load before everything is killed

@@ -1,4 +1,4 @@
-"""A producer of lines in a process of its own, so that the broker is what is measured."""
+"""A producer of lines in a process of its own, so that the benchmark measures only the broker."""
 
 import contextlib
 import socket
@@ -16,7 +16,7 @@ COMMAND = [sys.executable, str(Path(__file__).parent)]  # this package again, as
 
 
 class Child:
-    """This package in another process. It is ready to send when this exists, and sends after go()."""
+    """This package in another process. When the object exists the process is ready; go() lets it send."""
 
     def __init__(self, role: str, *arguments: object) -> None:
         argv = [*COMMAND, role, *map(str, arguments)]
@@ -46,7 +46,7 @@ class Sending(Child):
         super().__init__("_send", kind, address, *arguments)
 
     def result(self) -> tuple[float, int]:
-        """(when the first byte was sent, messages)."""
+        """Return (time of the first byte sent, number of messages)."""
         begin, count = self.output().split()
         return float(begin), int(count)
 
@@ -55,7 +55,9 @@ class Sending(Child):
 
 
 def send(kind: str, address: str, arguments: list[str]) -> None:
-    """Connect, say ready, wait for a line, send, close; then print when the first byte went and how many messages."""
+    """Connect, say ready, wait for a line, send, close; then print the time of the first byte and the number of
+    messages.
+    """
     host, _, port = address.rpartition(":")
     sock = socket.create_connection((host, int(port)))
     send: Callable[[], int]
@@ -115,7 +117,9 @@ def _send_until_reset(sock: socket.socket, block: bytes, per_block: int) -> int:
 
 
 def _send_paced(sock: socket.socket, rate: int, seconds: float) -> int:
-    """`rate` messages a second of 100 bytes: one by one, or as many as fall into a millisecond. Each says when it was sent."""
+    """Send `rate` messages of 100 bytes a second, one by one or those of a millisecond together. Each has its send
+    time.
+    """
     step = max(1, rate // 1000)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     begin, total = time.monotonic(), int(rate * seconds)

@@ -25,7 +25,7 @@ def startup(directory: Path, scale: Scale) -> Iterator[Figure]:
 
 
 def startup_topics(directory: Path, scale: Scale) -> Iterator[Figure]:
-    """The same with many topics, of one record each."""
+    """The same with many topics of one record each."""
     with pod_in(used_directory(directory, f"topics-{scale.topics}"), up=False) as running:
         fill(running, scale.topics, "topics", scale.topics)
         more = partial(running.load, "topics", scale.topics)
@@ -39,7 +39,7 @@ def used_directory(directory: Path, name: str) -> Path:
 
 
 def fill(running: Pod, records: int, *load_arguments: object) -> None:
-    """Have at least `records` in the WAL, cleanly stopped."""
+    """Store at least `records` in the WAL, and stop the broker cleanly."""
     if (have := running.last_seq()) >= records:
         return
     running.up()
@@ -84,7 +84,7 @@ def full_load_figure(running: Pod, scale: Scale, bar: str) -> Iterator[Figure]:
 
 
 def stage_starts(running: Pod) -> str:
-    """When each stage was ready, in seconds since `kmq up` was called, by its own log."""
+    """Return when each stage was ready, in seconds since the call of `kmq up`, according to its own log."""
     ready: dict[str, float] = {}
     for row in (running.home / "pipes" / "kmq.log").read_text(errors="replace").splitlines():
         if match := re.match(r"ts=(\S+)Z level=info stage=(\w+) event=ready ", row):

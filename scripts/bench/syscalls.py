@@ -17,7 +17,7 @@ from kmq.config.settings import STAGES
 
 TRACER = "strace"
 MISSING = f"{TRACER} not installed"
-SETTLE_S = 0.5  # strace has attached to the threads of a process too
+SETTLE_S = 0.5  # time for strace to attach to all threads of a process
 
 
 def syscalls(directory: Path, scale: Scale) -> Iterator[Figure]:
@@ -46,7 +46,7 @@ def syscalls(directory: Path, scale: Scale) -> Iterator[Figure]:
 
 @contextmanager
 def traced(running: Pod, directory: Path) -> Iterator[dict[str, Path]]:
-    """A strace beside each stage; its summary is in the file of the stage when this is over."""
+    """Run strace on each stage. After the block each stage's file has its summary."""
     summaries = {stage: directory / f"strace-{stage}" for stage in STAGES}
     pids = running.pids()
     tracers: list[subprocess.Popen[str]] = []
@@ -67,6 +67,8 @@ def traced(running: Pod, directory: Path) -> Iterator[dict[str, Path]]:
 
 
 def parse(summary: str) -> dict[str, int]:
-    """System call → how often, from the table of `strace -c`: % time, seconds, usecs/call, calls, [errors,] syscall."""
+    """Return system call → count, from the table of `strace -c`: % time, seconds, usecs/call, calls, [errors,]
+    syscall.
+    """
     rows = [row.split() for row in summary.splitlines()]
     return {row[-1]: int(row[3]) for row in rows if len(row) >= 5 and row[3].isdigit() and row[-1] != "total"}

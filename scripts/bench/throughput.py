@@ -1,4 +1,4 @@
-"""What producers that never stop get through, and what each stage pays for it: plain, and acknowledged beside plain."""
+"""The rate of producers that never stop, and its cost in each stage: plain, and acknowledged beside plain."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ GIB_NEEDED = 25  # free disk space for the sustained runs
 
 
 def sustained(directory: Path, scale: Scale) -> Iterator[Figure]:
-    """A producer that never stops, until the last of its lines is routed; and what each stage paid for it."""
+    """A producer that never stops, until the last of its lines is routed; and the CPU of each stage for it."""
     if shutil.disk_usage(directory).free < GIB_NEEDED << 30 and scale.sustained_s > 5:
         raise SystemExit(f"bench: the sustained runs need {GIB_NEEDED} GiB free in {directory}; or use --quick, --dir")
     runs = (
@@ -40,7 +40,7 @@ def sustained(directory: Path, scale: Scale) -> Iterator[Figure]:
 def acked(directory: Path, scale: Scale) -> Iterator[Figure]:
     """Plain lines, acknowledged lines without ids, and kmq.Producer with its ids, in turns on one broker.
 
-    The ratios are those of the sums of all turns, so that what else the machine does meets all three alike.
+    The ratios are those of the sums of all turns, so that other load on the machine affects all three alike.
     """
     runs = (
         ("100 B", 100, "≤ 1.6", "≥ 500000", "≥ 0.6"),
@@ -74,7 +74,9 @@ class Sums:
         self.cpu: dict[str, float] = {}
 
     def add(self, running: Pod, run: Callable[[], tuple[float, float, float]]) -> None:
-        """`run` gives (messages, seconds, CPU seconds of the producer). The stages are counted until all is routed."""
+        """Add a run. It returns (messages, seconds, CPU seconds of the producer). Stages are measured until all is
+        routed.
+        """
         with stage_cpu(running) as taken:
             count, seconds, sender = run()
             running.settle()
@@ -87,7 +89,7 @@ class Sums:
 
     @property
     def per_million(self) -> float:
-        """CPU seconds of the four stages for a million messages."""
+        """Return the CPU seconds of the four stages for a million messages."""
         return sum(self.cpu.values()) / self.count * 1e6
 
     def each(self) -> str:
@@ -95,7 +97,7 @@ class Sums:
 
 
 def in_turns(running: Pod, nbytes: int, scale: Scale) -> tuple[Sums, Sums, Sums]:
-    """(plain, acknowledged lines, kmq.Producer)."""
+    """Return the sums of (plain lines, acknowledged lines, kmq.Producer)."""
     plain, lines, producer = Sums(), Sums(), Sums()
     for _ in range(scale.rounds):
         plain.add(running, partial(run_plain, running, [KEY], nbytes, scale.acked_s))
@@ -105,20 +107,20 @@ def in_turns(running: Pod, nbytes: int, scale: Scale) -> tuple[Sums, Sums, Sums]
 
 
 def run_plain(running: Pod, keys: list[str], nbytes: int, duration: float) -> tuple[float, float, float]:
-    """Until the last line is routed."""
+    """Send plain lines until the last one is routed."""
     before = running.last_seq()
     begin, count = running.send("seconds", ",".join(keys), duration, nbytes).go().result()
     return count, running.wait_routed(before + count) - begin, 0.0
 
 
 def run_lines(running: Pod, nbytes: int, duration: float) -> tuple[float, float, float]:
-    """Until the reply to the last line."""
+    """Send acknowledged lines until the reply to the last one."""
     found = Requests("kmq", "flood", running.port, nbytes, duration).go().result()
     seconds = found["count"] / found["rate"]
     return found["count"], seconds, found["cores"] * seconds
 
 
 def run_producer(running: Pod, nbytes: int, duration: float) -> tuple[float, float, float]:
-    """Until the reply to the last message."""
+    """Send with kmq.Producer until the reply to the last message."""
     found = running.produce("many", nbytes, duration)
     return found["count"], found["count"] / found["rate"], found["cpu"] * found["count"] / 1e6

@@ -1,4 +1,4 @@
-"""The parts: what is measured, and how."""
+"""The parts of the benchmark of the Broadcast Queue."""
 
 import os
 import statistics
@@ -19,7 +19,7 @@ from kmq.cluster.queue import BroadcastQueue, Place
 
 PAYLOAD = b"x" * 100
 POLL_S = 0.02
-TTL_S = 10.0  # a machine that is busy with a hundred nodes beats late
+TTL_S = 10.0  # a machine busy with a hundred nodes beats late
 PROCESSES = 4  # for many nodes
 
 
@@ -41,7 +41,7 @@ class Nodes:
         self.pids.append(process.pid)
 
     def seen(self) -> dict[tuple[str, int], float]:
-        """Return when each broker had each epoch, in seconds since the epoch of Unix."""
+        """Return when each broker received each epoch, in Unix time."""
         found: dict[tuple[str, int], float] = {}
         for file in self._files:
             for line in file.read_text().splitlines(keepends=True):
@@ -51,12 +51,12 @@ class Nodes:
         return found
 
     def wait(self, brokers: int, epoch: int) -> None:
-        """Wait until so many brokers have this epoch."""
+        """Wait until this many brokers have this epoch."""
         wait_until(lambda: sum(seen == epoch for _, seen in self.seen()) >= brokers, POLL_S)
 
 
 class Bench:
-    """The servers, and how much of everything is measured."""
+    """The servers, and the size of every measurement."""
 
     def __init__(self, servers: Servers, home: Path, quick: bool) -> None:
         self.servers, self.home = servers, home
@@ -75,7 +75,7 @@ class Bench:
 
     @contextmanager
     def running(self, place: Place, role: str, brokers: int, processes: int) -> Iterator[Nodes]:
-        """Nodes of this role. They are called n0, n1, … and have seen the last message."""
+        """Run nodes of this role, named n0, n1, …, until they have seen the last message."""
         environment = {
             "KMQ_CONSUL": self.servers.addresses,
             "KMQ_CLUSTER": place.cluster,
@@ -119,7 +119,7 @@ def publish(bench: Bench) -> Iterator[Figure]:
 
 
 def timed(count: int, action: Callable[[], object]) -> list[float]:
-    """Return how many milliseconds each of so many calls took."""
+    """Return the milliseconds of each of `count` calls."""
     times = []
     for _ in range(count):
         began = time.perf_counter()
@@ -129,7 +129,7 @@ def timed(count: int, action: Callable[[], object]) -> list[float]:
 
 
 def delivery(bench: Bench) -> Iterator[Figure]:
-    """From before the publishing of a message until the last of three nodes has processed it."""
+    """Time from the call of publish until the last of three nodes has processed the message."""
     say(f"delivery: {bench.latencies:,} messages to 3 nodes")
     place, began = bench.place(), {}
     with bench.running(place, "_receive", 3, 3) as nodes, BroadcastQueue(place) as queue:
@@ -149,7 +149,7 @@ def delivery(bench: Bench) -> Iterator[Figure]:
 
 
 def catch_up(bench: Bench) -> Iterator[Figure]:
-    """A node was away, and comes back: from the call until all is processed and marked."""
+    """A node was away and returns: time from the call until all is processed and marked."""
     say(f"catch-up: {bench.waiting:,} messages")
     place = bench.place()
     with BroadcastQueue(place) as queue:
@@ -177,7 +177,7 @@ def p99(values: list[float]) -> float:
 
 
 def watches(bench: Bench) -> Iterator[Figure]:
-    """Consul's CPU for one message that so many nodes get, and with `consul watch` instead of KMQ."""
+    """Consul's CPU for one message to many nodes, with KMQ and with `consul watch`."""
     rounds: dict[str, list[float]] = {"nobody": [], "kmq": [], "consul": [], "full": []}
     for _ in range(2):
         for who, costs in rounds.items():
@@ -198,7 +198,7 @@ def _cost(bench: Bench, who: str) -> float:
     messages, rate = (bench.watched // 10, 1) if who == "full" else (bench.watched, 10)
     with ExitStack() as stack:
         queue = stack.enter_context(BroadcastQueue(place))
-        for _ in range(KEPT):  # each watch brings all that is kept
+        for _ in range(KEPT):  # each watch returns all kept messages
             queue.publish("bench", PAYLOAD)
         if who in ("kmq", "full"):
             role = "_watch" if who == "kmq" else "_receive"
@@ -209,7 +209,7 @@ def _cost(bench: Bench, who: str) -> float:
             for _ in range(bench.nodes):
                 watch = ["watch", "-type=keyprefix", f"-prefix={queue.keys.messages}", "true"]
                 nodes.start([bench.servers.program, *watch], {"CONSUL_HTTP_ADDR": address})
-            time.sleep(5)  # it says nothing that could be waited for
+            time.sleep(5)  # it prints nothing that could be waited for
         cpu, began = bench.servers.cpu_s(), time.monotonic()
         for number in range(messages):
             queue.publish("bench", PAYLOAD)
@@ -218,7 +218,7 @@ def _cost(bench: Bench, who: str) -> float:
 
 
 def idle(bench: Bench) -> Iterator[Figure]:
-    """A subscriber that has nothing to do: its watch, and the beats of its session."""
+    """An idle subscriber: its watch, and the beats of its session."""
     say(f"idle: {bench.idle_s:.0f} s")
     with bench.running(
         bench.place()._replace(ttl_s=2.0), "_receive", 1, 1

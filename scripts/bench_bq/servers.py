@@ -19,7 +19,7 @@ PATIENCE_S = 60.0
 
 
 class Servers:
-    """The three. `addresses` is what KMQ_CONSUL is, `program` the path of Consul."""
+    """The three servers. `addresses` is the value for KMQ_CONSUL, `program` the path of Consul."""
 
     def __init__(self, home: Path) -> None:
         done = subprocess.run([ROOT / "scripts/consul-setup"], capture_output=True, text=True)

@@ -27,7 +27,7 @@ SMALL, LARGE = ("small", 100), ("large", 1024)  # topics: name, bytes of a value
 
 @contextmanager
 def pod_with_gateway(directory: Path) -> Iterator[Pod]:
-    """A pod in a new directory; nothing of it is left behind."""
+    """Yield a pod with a gateway in a new directory, and remove everything of it after the block."""
     home = Path(tempfile.mkdtemp(prefix="consumers-", dir=directory))
     running = Pod(home, gateway=True)
     try:
@@ -41,7 +41,7 @@ def pod_with_gateway(directory: Path) -> Iterator[Pod]:
 
 
 class Bench:
-    """A pod, what is stored in it already, and how much of everything."""
+    """A pod, the messages that it has stored, and the size of every measurement."""
 
     def __init__(self, running: Pod, quick: bool) -> None:
         self.running, self.quick = running, quick
@@ -61,11 +61,11 @@ class Bench:
         return self._counts[topic]
 
     def port(self, name: str) -> int:
-        """The port of a door of the gateway: egress, http."""
+        """Return the port of the gateway for egress or http."""
         return read_port(self.running.settings, name, 0)
 
     def read(self, role: str, topic: str, count: int) -> dict[str, float]:
-        """What a reader in another process measures: the best of several runs by its rate."""
+        """Return the measurements of a reader in another process: of several runs the one with the best rate."""
         return min((self.once(role, self.port("egress"), topic, count) for _ in range(self.runs)), key=_seconds)
 
     def once(self, role: str, port: int, topic: str, count: int) -> dict[str, float]:
@@ -82,7 +82,7 @@ def _seconds(run: dict[str, float]) -> float:
 
 
 def _figures(bench: Bench, part: str, role: str, what: str, topic: tuple[str, int], bar: str) -> Iterator[Figure]:
-    """Rate of a reader by the clock, with the bar, and by the CPU time of the reader alone."""
+    """Yield the rate of a reader by the clock, with the bar, and by the CPU time of the reader alone."""
     count = bench.filled(*topic)
     best = bench.read(role, topic[0], count)
     unit, amount = ("msg/s", best["count"]) if topic is SMALL else ("MB/s", best["nbytes"] / 1e6)
@@ -91,13 +91,13 @@ def _figures(bench: Bench, part: str, role: str, what: str, topic: tuple[str, in
 
 
 def records(bench: Bench) -> Iterator[Figure]:
-    """How many small messages a consumer takes."""
+    """How many small messages a consumer reads."""
     yield from _figures(bench, "records", "_iterate", "Consumer, iteration", SMALL, "≥ 500000")
     yield from _figures(bench, "records", "_poll", "Consumer, poll", SMALL, "≥ 500000")
 
 
 def large(bench: Bench) -> Iterator[Figure]:
-    """How many bytes a consumer takes."""
+    """How many bytes a consumer reads."""
     yield from _figures(bench, "bytes", "_iterate", "Consumer, iteration", LARGE, "≥ 250")
 
 
@@ -107,7 +107,7 @@ def by_asyncio(bench: Bench) -> Iterator[Figure]:
 
 
 def commits(bench: Bench) -> Iterator[Figure]:
-    """A group that commits every 500 messages, and what the gateway takes for it."""
+    """A group that commits every 500 messages, and the gateway's CPU for it."""
     gateway = psutil.Process(bench.running.page().rows["gateway"].pid)
     for topic in (SMALL, LARGE):
         count = bench.filled(*topic)
@@ -140,7 +140,7 @@ def beside_redis(bench: Bench) -> Iterator[Figure]:
 
 
 def lines(bench: Bench) -> Iterator[Figure]:
-    """What the port gives to a reader that does nothing with it."""
+    """The rate of the consumer port for a reader that discards everything."""
     yield from _figures(bench, "lines", "_lines", "CONSUME raw", LARGE, "")
 
 

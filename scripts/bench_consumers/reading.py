@@ -53,7 +53,7 @@ def commit(port: str, topic: str, count: str) -> None:
 
 
 def redis_fill(port: str, topic: str, count: str) -> None:
-    """A stream of messages, and a group that has read none of them. The topic's name says their size behind a colon."""
+    """A stream of messages, and a group that has read none of them. The topic's name has their size after a colon."""
     server = _redis(port)
     begin, cpu, nbytes = time.monotonic(), time.process_time(), int(topic.rpartition(":")[2])
     for at in range(0, int(count), 1000):
@@ -65,7 +65,7 @@ def redis_fill(port: str, topic: str, count: str) -> None:
 
 
 def redis_commit(port: str, topic: str, count: str) -> None:
-    """What `commit` does, with Redis Streams."""
+    """Do the same as `commit`, with Redis Streams."""
     server, group, left, nbytes = _redis(port), f"commit-{time.time()}", int(count), 0
     server.xgroup_create(topic, group, id="0")
     begin, cpu = time.monotonic(), time.process_time()
@@ -99,7 +99,7 @@ def by_asyncio(port: str, topic: str, count: str) -> None:
 
 
 def lines(port: str, topic: str, count: str) -> None:
-    """CONSUME: the stored lines as they come, into one buffer."""
+    """CONSUME: the stored lines as they arrive, into one buffer."""
     buffer = bytearray(1 << 20)
     with socket.create_connection(("127.0.0.1", int(port))) as sock:
         begin, cpu, nbytes = time.monotonic(), time.process_time(), 0
@@ -111,7 +111,7 @@ def lines(port: str, topic: str, count: str) -> None:
 
 
 def wait(port: str, topic: str, count: str) -> None:
-    """Milliseconds from the producer's clock, in the message, to the message in the application."""
+    """Milliseconds from the producer's clock, in the message, to the arrival at the application."""
     taken = []
     with kmq.Consumer(topic, port=int(port), start="latest") as consumer:
         consumer.connect()
@@ -125,7 +125,7 @@ def wait(port: str, topic: str, count: str) -> None:
 
 
 def follow(port: str, topic: str, count: str) -> None:
-    """A member that reads while messages come, and commits every second."""
+    """A member that reads while messages arrive, and commits every second."""
     left, commit_at = int(count), time.monotonic()
     with kmq.Consumer(topic, port=int(port), group_id="followers", max_poll_records=5000) as consumer:
         consumer.connect()
@@ -141,7 +141,7 @@ def follow(port: str, topic: str, count: str) -> None:
 
 
 def fill(port: str, topic: str, count: str, nbytes: str) -> None:
-    """Lists of messages, acknowledged, as fast as they go."""
+    """Send lists of messages, acknowledged, as fast as possible."""
     payloads = [b"x" * int(nbytes)] * 200
     with kmq.Producer(port=int(port), max_in_flight=20_000) as producer:
         producer.connect()
@@ -155,7 +155,7 @@ def fill(port: str, topic: str, count: str, nbytes: str) -> None:
 
 
 def pace(port: str, topic: str, rate: str, seconds: str) -> None:
-    """Single messages at an even pace."""
+    """Send single messages at an even pace."""
     with kmq.Producer(port=int(port)) as producer:
         producer.connect()
         print("ready", flush=True)

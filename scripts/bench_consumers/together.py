@@ -1,4 +1,4 @@
-"""Parts of the benchmark in which messages come while they are read, and those of many members and groups."""
+"""Parts of the benchmark in which messages are read while they arrive, or with many members and groups."""
 
 import json
 import queue
@@ -24,7 +24,7 @@ COMMITTERS = 16  # connections that commit at the same time
 
 
 class Role:
-    """A process that measures something. It has said ready when this exists."""
+    """A process that measures something. When the object exists the process has said ready."""
 
     def __init__(self, *words: object) -> None:
         self._process = subprocess.Popen([*COMMAND, *map(str, words)], stdout=subprocess.PIPE, text=True)
@@ -76,7 +76,7 @@ def together(bench: Bench) -> Iterator[Figure]:
 
 
 def paced(bench: Bench) -> Iterator[Figure]:
-    """From the producer's clock to the message in the application, at 10,000 messages a second."""
+    """Time from the producer's clock to the arrival at the application, at 10,000 messages a second."""
     seconds = 2 if bench.quick else 10
     with Producer(port=bench.running.port) as producer:
         producer.send("paced", b"x").result()
@@ -111,7 +111,7 @@ def http(bench: Bench) -> Iterator[Figure]:
 
 
 def wakeup(bench: Bench) -> Iterator[Figure]:
-    """From the ack in the producer to the answer of a long poll, one message at a time."""
+    """Time from the ack in the producer to the response of a long poll, one message at a time."""
     api, count = Http(bench), 100 if bench.quick else 1000
     acked: queue.SimpleQueue[float] = queue.SimpleQueue()
     with Producer(port=bench.running.port) as producer:
@@ -140,7 +140,7 @@ def wakeup(bench: Bench) -> Iterator[Figure]:
 
 
 def members(bench: Bench) -> Iterator[Figure]:
-    """What members cost that wait for records that do not come."""
+    """The cost of members that wait for records while no records arrive."""
     count, seconds = (200, 5) if bench.quick else (MEMBERS, 20)
     Http(bench).declare("idle", PARTITIONS)
     idle = Role("_idle", bench.port("egress"), "idle", count, seconds + 5)
@@ -188,7 +188,7 @@ def groups(bench: Bench) -> Iterator[Figure]:
 
 
 def _loaded(bench: Bench, least: int) -> float:
-    """What the gateway says of the last time it loaded offsets."""
+    """Return the gateway's time for its last load of offsets."""
     deadline = time.monotonic() + WAIT_S
     log = bench.running.home / "pipes" / "kmq.log"
     while time.monotonic() < deadline:

@@ -38,7 +38,7 @@ WAIT_S = 60.0
 
 
 class Bench(NamedTuple):
-    """What is measured. `alone`: a broker without a shard."""
+    """The brokers to measure. `alone`: a broker without a shard."""
 
     shard: list[ShardBroker]
     alone: ShardBroker
@@ -49,7 +49,7 @@ class Bench(NamedTuple):
         return 2.0 if self.quick else 8.0
 
     def leader(self) -> ShardBroker:
-        """Return the broker that leads with open doors, once all are in the ISR."""
+        """Return the leader once it accepts clients and all brokers are in the ISR."""
         until = time.monotonic() + WAIT_S
         while time.monotonic() < until:
             for broker in self.shard:
@@ -81,7 +81,7 @@ def cpu(broker: ShardBroker) -> float:
 
 
 def acked(bench: Bench) -> Iterator[Figure]:
-    """Acked lines without ids, one key, as fast as they go: at one broker, at the leader, through a follower's door."""
+    """Acked lines without ids, one key, at full speed: at one broker, at the leader, through a follower's port."""
     leader = bench.leader()
     others = [broker for broker in bench.shard if broker is not leader]
     for nbytes, at_least, follower_bar, leader_bar in ((100, 0.38, 0.65, 0.35), (1000, 0.33, 3.4, 1.3)):
@@ -131,7 +131,7 @@ def _probe(bench: Bench) -> kmq.Producer:
 
 
 def _kills(bench: Bench, rounds: int) -> list[float]:
-    """Kill all processes of the leader at once; return how long a producer had no reply each time, the longest last."""
+    """Kill all processes of the leader, `rounds` times. Return the sorted times in which a producer had no reply."""
     times = []
     for _ in range(rounds):
         leader = bench.leader()
@@ -149,7 +149,7 @@ def _p95(times: list[float]) -> float:
 
 
 def failover(bench: Bench) -> Iterator[Figure]:
-    """The leader is killed, or resigns; until a producer with an id gets its next ack from another one."""
+    """The leader is killed, or resigns; time until a producer with an id gets its next ack from another broker."""
     rounds = 3 if bench.quick else 20
     say(f"failover: {rounds} kills of the leader, and as often it resigns")
     times = _kills(bench, rounds)
@@ -199,7 +199,7 @@ def crowded(bench: Bench) -> Iterator[Figure]:
 
 
 def away(bench: Bench) -> Iterator[Figure]:
-    """A follower is killed and comes back, while the leader takes messages of 100 B all the time."""
+    """A follower is killed and returns, while the leader takes messages of 100 B all the time."""
     seconds, rate = (15.0, 20_000) if bench.quick else (60.0, 50_000)
     leader = bench.leader()
     follower = next(broker for broker in bench.shard if broker is not leader)
@@ -220,7 +220,7 @@ def away(bench: Bench) -> Iterator[Figure]:
 
 
 def _committed(leader: ShardBroker, seconds: float) -> float:
-    """Return how many messages are committed in a second, for so long."""
+    """Return the committed messages per second, measured for `seconds`."""
     began, hw = time.monotonic(), leader.view()["hw"]
     time.sleep(seconds)
     return float((leader.view()["hw"] - hw) / (time.monotonic() - began))

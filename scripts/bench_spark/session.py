@@ -38,7 +38,9 @@ class Bench:
         return (1_000_000 if self.quick else 4_000_000) * 100 // nbytes
 
     def data(self, nbytes: int, records: int = 0, keys: str = "test.probe", kind: str = "count") -> tuple[str, int]:
-        """Return (data directory, records in it) of a stopped broker that was sent messages of `nbytes` bytes."""
+        """Return (data directory, its number of records) of a stopped broker that was sent messages of `nbytes`
+        bytes.
+        """
         wanted = records or self.records(nbytes)
         home = self.directory / f"{kind}-{nbytes}-{wanted}-{keys.count(',')}"
         home.mkdir(exist_ok=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BARS = {"100 B": "≤ 0.5", "1 KB": "≤ 0.6"}  # of the CPU by hand
 _BESIDE_PAYLOAD = 30  # bytes of a line
-FEW = 2000  # records, of which the start of the stream is all that costs
+FEW = 2000  # records; few, so that only the start of the stream costs
 JSON = "user string, price double, n bigint, t string"  # what the payloads of `archive` hold
 
 
@@ -94,7 +94,7 @@ def sink(bench: Bench) -> Iterator[Figure]:
 
 
 def sender(bench: Bench, running: Pod, records: int, nbytes: int) -> Callable[[], None]:
-    """Return what writes rows to a running broker, as new messages at each call."""
+    """Return a function that writes rows to a running broker, as new messages at each call."""
     from pyspark.sql import functions as F
 
     rows = bench.spark.range(0, records, 1, 2)

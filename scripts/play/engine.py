@@ -15,11 +15,11 @@ HOME = Path("/var/tmp/kmq-pods")  # one directory per pod, for its volumes
 
 
 class PlayError(Exception):
-    """podman or kubectl refused; the text is theirs."""
+    """podman or kubectl failed; the text is theirs."""
 
 
 def podman(*arguments: str, input: str | None = None, patience_s: float = 120.0) -> str:
-    """Run podman and return what it prints. Raises PlayError with what it says."""
+    """Run podman and return its output. Raises PlayError with its error output."""
     done = run_podman(*arguments, input=input, patience_s=patience_s)
     if done.returncode:
         raise PlayError(f"podman {' '.join(arguments)}: {done.stderr.strip()}")
@@ -37,12 +37,12 @@ def run_podman(*arguments: str, input: str | None, patience_s: float) -> subproc
         text=True,
         errors="replace",
         timeout=patience_s,
-        start_new_session=True,  # Ctrl-C in a terminal is for us: we remove what podman makes
+        start_new_session=True,  # Ctrl-C in a terminal is for this process, which removes what podman makes
     )
 
 
 def podman_to_the_end(*arguments: str, input: str) -> None:
-    """As podman(), also if we are told to stop in between: a podman killed half-way forgets what it has started."""
+    """Run podman() to its end, even after a signal to stop: a podman killed half-way forgets what it has started."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(podman, *arguments, input=input).result()
 
@@ -68,8 +68,8 @@ def is_there(pid: int) -> bool:
 
 
 def remove(name: str) -> None:
-    """Remove a pod and all that is its own, whoever has played it."""
-    for _ in range(3):  # a container that podman is just starting again is not taken away
+    """Remove a pod and everything that belongs to it, whoever has played it."""
+    for _ in range(3):  # podman does not remove a container that it is just restarting
         with contextlib.suppress(PlayError):
             podman("pod", "rm", "-f", "-t", "0", name)
         if not podman("pod", "ps", "-q", "--filter", f"name=^{name}$").strip():

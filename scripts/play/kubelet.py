@@ -1,4 +1,4 @@
-"""Runs the probes of a pod, and kills what fails them."""
+"""Runs the probes of a pod, and kills containers that fail them."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ class Kubelet(threading.Thread):
                 try:
                     due.turn()
                 except (PlayError, ProcessLookupError, subprocess.TimeoutExpired):
-                    pass  # between two lives of the container
+                    pass  # between two runs of the container
 
 
 class _Watch:
@@ -54,7 +54,7 @@ class _Watch:
         probe = spec.get(f"{kind}Probe", {})
         self.due = time.monotonic() + float(probe.get("periodSeconds", 10))
         pid = pod.pid(self.container)
-        if pid != self.pid:  # another life
+        if pid != self.pid:  # the container was restarted
             self.pid, self.started, self.failures = pid, False, 0
         reason = pod.probe(self.container, kind)
         if not reason:

@@ -1,4 +1,4 @@
-"""What a cluster takes, put in terms that podman takes."""
+"""Converts manifests of a cluster to a form that podman accepts."""
 
 import base64
 import copy
@@ -33,7 +33,9 @@ _CONTROLLERS = ("StatefulSet", "Deployment", "DaemonSet", "Job")
 
 
 def render(overlay: str | Path) -> list[Document]:
-    """The documents of a kustomization, as `kubectl apply -k` would send them. `fleet`: that of k8s/overlays."""
+    """Return the documents of a kustomization as `kubectl apply -k` would send them. `fleet` means
+    k8s/overlays/fleet.
+    """
     is_name = not (ROOT / overlay).is_dir() and (ROOT / "k8s/overlays" / overlay).is_dir()
     command = ["kubectl", "kustomize", f"k8s/overlays/{overlay}" if is_name else str(overlay)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -44,7 +46,7 @@ def render(overlay: str | Path) -> list[Document]:
 
 
 def pods_of(documents: list[Document]) -> list[Document]:
-    """Every pod that their controllers would make, as a Pod; one of a StatefulSet has the name that it gets there."""
+    """Return every pod that controllers would make, as a Pod; those of a StatefulSet have their names in a cluster."""
     alone = [document for document in documents if document["kind"] == "Pod"]
     return [*alone, *(pod for each in documents if each["kind"] in _CONTROLLERS for pod in _replicas(each))]
 
@@ -66,7 +68,7 @@ def _replicas(controller: Document) -> Iterator[Document]:
 
 
 def names_of(pod: Document, documents: list[Document]) -> list[str]:
-    """The names by which other pods reach it: Services that select it, and its own below their headless one."""
+    """Return the names by which other pods reach it: Services that select it, and its own name below a headless one."""
     labels, spec = pod["metadata"].get("labels", {}), pod["spec"]
     selectors = {d["metadata"]["name"]: d["spec"].get("selector") for d in documents if d["kind"] == "Service"}
     found = [name for name, selector in selectors.items() if selector and selector.items() <= labels.items()]
@@ -76,7 +78,7 @@ def names_of(pod: Document, documents: list[Document]) -> list[str]:
 
 
 def with_settings(documents: list[Document], settings: dict[str, str]) -> list[Document]:
-    """The same, with these settings in the ConfigMap that the pod takes its environment from."""
+    """Return the documents with these settings in the ConfigMap from which the pod takes its environment."""
     documents = copy.deepcopy(documents)
     maps = [d for d in documents if d["kind"] == "ConfigMap" and "KMQ_DATA" in d.get("data", {})]
     if settings and len(maps) != 1:
@@ -91,13 +93,13 @@ def is_sidecar(container: Document) -> bool:
 
 
 def containers_of(pod: Document) -> list[Document]:
-    """Those that stay: native sidecars first, as they start."""
+    """Return the containers that keep running: native sidecars first, in their order of start."""
     spec = pod["spec"]
     return [*filter(is_sidecar, spec.get("initContainers", [])), *spec["containers"]]
 
 
 def image_of(container: Document) -> str:
-    """The image that is played: its own, or the one that stands in for it."""
+    """Return the image that is played: the container's own, or its substitute."""
     image = str(container["image"])
     return STAND_INS.get(image.rpartition(":")[0], image)
 
@@ -106,7 +108,7 @@ _NAMESPACE = "default"
 
 
 def _environment(container: Document, documents: list[Document], pod: str) -> list[Document]:
-    """`env` with the values of Secrets and what names the pod; without those that are optional and not there."""
+    """Return `env` with the values of Secrets and the pod's name; without optional ones that do not exist."""
     found: list[Document] = []
     fields = {"metadata.name": pod, "metadata.namespace": _NAMESPACE}
     for variable in container.get("env", []):
@@ -129,7 +131,7 @@ def _environment(container: Document, documents: list[Document], pod: str) -> li
 
 
 def secret_values(documents: list[Document], name: str) -> dict[str, bytes]:
-    """Key → value of a Secret; {} if there is none of this name."""
+    """Return key → value of a Secret; {} if it does not exist."""
     for document in documents:
         if document["kind"] == "Secret" and document["metadata"]["name"] == name:
             encoded = {key: base64.b64decode(text) for key, text in document.get("data", {}).items()}
@@ -140,7 +142,7 @@ def secret_values(documents: list[Document], name: str) -> dict[str, bytes]:
 def adapted(
     manifest: Document, documents: list[Document], name: str, restart_policy: str, volumes: list[Document]
 ) -> Document:
-    """Return the pod that podman plays (see ADAPTATIONS). `documents`: all that came with it."""
+    """Return the pod that podman plays (see ADAPTATIONS). `documents`: all documents of the overlay."""
     pod = copy.deepcopy(manifest)
     spec = pod["spec"]
     pod["metadata"] = {"name": name, "labels": pod["metadata"].get("labels", {})}

@@ -11,11 +11,13 @@ _FIRST = 10  # the first address that a pod gets; podman has the lowest ones
 
 
 class Network:
-    """One of podman's. Its pods keep their addresses, so a name leads to the same one also while its pod is down."""
+    """A network of podman. Its pods keep their addresses, so a name leads to the same address even while its pod is
+    down.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._subnet = ipaddress.ip_network("0.0.0.0/0")  # until it is there
+        self._subnet = ipaddress.ip_network("0.0.0.0/0")  # until the network exists
 
     def create(self) -> None:
         podman("network", "create", "--disable-dns", self.name)
@@ -23,7 +25,7 @@ class Network:
         self._subnet = ipaddress.ip_network(found.strip())
 
     def remove(self) -> None:
-        """Remove it, if it is there; its pods have been removed before."""
+        """Remove the network if it exists; its pods have been removed before."""
         with contextlib.suppress(PlayError):
             podman("network", "rm", "-f", "-t", "0", self.name)
 
@@ -33,7 +35,7 @@ class Network:
 
 
 class Place(NamedTuple):
-    """Where a pod is: its number in a network, and there the numbers of the pods behind each name."""
+    """The place of a pod: its number in a network, and the numbers of the pods behind each name."""
 
     network: Network
     number: int
@@ -41,7 +43,8 @@ class Place(NamedTuple):
 
     @property
     def option(self) -> str:
-        # The hardware's address, too: neighbours remember it for half a minute, and would not find a pod that has a new one.
+        # Fix the hardware address too: neighbours remember it for half a minute, and would not find a pod with a new
+        # one.
         mac = f"02:00:00:00:00:{_FIRST + self.number:02x}"
         return f"{self.network.name}:ip={self.network.address(self.number)},mac={mac}"
 

@@ -1,4 +1,4 @@
-"""One pod: how it starts, lives and ends, and what can be asked of it."""
+"""One pod: how it starts, lives and ends, and what tests can do with it."""
 
 import contextlib
 import itertools
@@ -33,9 +33,9 @@ class Pod:
         number: int = 0,
         place: Place | None = None,
     ) -> None:
-        """`volumes`: those of another pod that this one has too, by their names here, as two that name one claim.
+        """`volumes`: volumes of another pod that this one shares, by their names here, as when both name one claim.
 
-        `number`: which of the pods that the documents make. `place`: without it in the one network that podman has.
+        `number`: which pod of the documents. `place`: its place in a network; without it podman's default network.
         """
         self.name, self.restart_policy = f"kmq-{os.getpid()}-{next(_numbers)}", restart_policy
         self.home = HOME / self.name
@@ -63,7 +63,7 @@ class Pod:
     # --- the life of the pod -------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Play it; returns when the containers have been started."""
+        """Play the pod; return when its containers have been started."""
         self.home.mkdir(parents=True, exist_ok=True)
         spec = self.manifest["spec"]
         group = int(spec.get("securityContext", {}).get("fsGroup", 0))
@@ -78,29 +78,31 @@ class Pod:
         self.ip = address_of(self.name)
 
     def down(self) -> None:
-        """Nothing of it is left."""
+        """Remove everything of the pod."""
         remove(self.name)
 
     def restart(self) -> None:
-        """As when the node has restarted: everything dies at once, what was in memory is gone, the claims are kept."""
+        """Act like a restart of the node: all processes die, memory is lost, the claims are kept."""
         self.kill()
         self.start()
 
     def kill(self) -> None:
-        """As when the node is gone: everything dies at once."""
+        """Act like the loss of the node: all processes die at once."""
         podman("pod", "kill", self.name)
 
     def start(self) -> None:
-        """A pod that has ended, again: with what was on its claims."""
+        """Start an ended pod again, with the content of its claims."""
         self._volumes.clear()
         podman("pod", "start", self.name)
         self.ip = address_of(self.name)
 
     def terminate(self) -> dict[str, int]:
-        """As the kubelet deletes a pod: preStop and SIGTERM to all at once, SIGKILL after the grace period; the exit codes.
+        """Delete the pod like the kubelet: preStop and SIGTERM to all at once, SIGKILL after the grace period. Return
+        exit codes.
 
-        Only for a pod played with restart_policy "Never": podman starts again what ends after any signal but its own
-        `stop`, and that one tells a container of a shared process namespace twice.
+        Only for a pod played with restart_policy "Never": podman restarts containers that end after any signal except
+        its own
+        `stop`, and that one signals a container of a shared process namespace twice.
         """
         assert self.restart_policy == "Never", "podman would start again what ends"
         pids = {container: pid for container in self.containers if (pid := self.pid(container))}
@@ -117,7 +119,7 @@ class Pod:
         return dict(zip(self.containers, map(int, podman("wait", *names).split()), strict=True))
 
     def _terminate(self, container: str, pid: int) -> None:
-        """Run the preStop of a container to its end, for the grace period at most, and tell its process."""
+        """Run the preStop of a container to its end, for the grace period at most, and send SIGTERM to its process."""
         command = self.specs[container].get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
         if command:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -126,25 +128,25 @@ class Pod:
             os.kill(pid, signal.SIGTERM)
 
     def finish(self) -> tuple[int, str]:
-        """Of a Job's pod: its exit code when it has ended, and what it said."""
+        """Wait for the end of a Job's pod. Return its exit code and its output."""
         (container,) = self.containers
         return int(podman("wait", f"{self.name}-{container}")), self.logs(container)
 
     # --- looking and acting ----------------------------------------------------------------------------------------------
 
     def pid(self, container: str) -> int:
-        """Of the container's process, as this machine counts; 0 while it is down."""
+        """Return the pid of the container's process on this machine; 0 while it is down."""
         return int(inspect(f"{self.name}-{container}", "{{.State.Pid}}") or 0)
 
     def cgroup(self, container: str) -> str:
-        """Its cgroup below the root of each controller."""
+        """Return the container's cgroup below the root of each controller."""
         return inspect(f"{self.name}-{container}", "{{.State.CgroupPath}}").lstrip("/")
 
     def restarts(self, container: str) -> int:
         return int(inspect(f"{self.name}-{container}", "{{.RestartCount}}"))
 
     def signal(self, container: str, number: int) -> None:
-        """From outside, as the kernel or the kubelet does it: what dies is started again."""
+        """Send a signal from outside, like the kernel or the kubelet. A container that dies is restarted."""
         os.kill(self.pid(container), number)
 
     def exec(
@@ -154,16 +156,16 @@ class Pod:
         return run_podman("exec", "-i", f"{self.name}-{container}", *command, input=input, patience_s=patience_s)
 
     def logs(self, container: str) -> str:
-        """What it has said on stdout and stderr, in all its lives, as `kubectl logs`."""
+        """Return its output on stdout and stderr, over all restarts, as `kubectl logs`."""
         done = run_podman("logs", f"{self.name}-{container}", input=None, patience_s=PATIENCE_S)
         return done.stdout + done.stderr
 
     def volume(self, name: str) -> Path:
-        """Where the volume is on this machine."""
+        """Return the directory of the volume on this machine."""
         return self._volumes.paths[name]
 
     def port(self, port: int | str) -> int:
-        """Number of the container port that has this name; a number stands for itself."""
+        """Return the number of the container port with this name; a number is returned as it is."""
         if isinstance(port, int):
             return port
         declared = [found for container in self.specs.values() for found in container.get("ports", [])]
@@ -172,7 +174,7 @@ class Pod:
     # --- probes ------------------------------------------------------------------------------------------------------------
 
     def probe(self, container: str, kind: str) -> str:
-        """Run the startup, liveness or readiness probe as the manifest has it: "" when it passes, else why not."""
+        """Run the startup, liveness or readiness probe of the manifest. Return "" if it passes, else why not."""
         probe = self.specs[container].get(f"{kind}Probe")
         if probe is None:
             return ""
@@ -187,7 +189,7 @@ class Pod:
         raise PlayError(f"{container}: a {kind} probe of a kind that is not played here: {sorted(probe)}")
 
     def wait_ready(self, patience_s: float = PATIENCE_S) -> None:
-        """Until all readiness probes pass. Raises PlayError with what the containers said."""
+        """Wait until all readiness probes pass. Raises PlayError with the containers' output."""
         deadline = time.monotonic() + patience_s
         while True:
             reasons = {c: reason for c in self.containers if (reason := self.probe(c, "readiness"))}
@@ -213,5 +215,5 @@ def play(
     volumes: dict[str, Path] | None = None,
     **settings: str,
 ) -> Pod:
-    """A pod from an overlay and further documents (Secrets, say), with other settings; not up yet."""
+    """Return a pod from an overlay and further documents (Secrets, say), with other settings; not up yet."""
     return Pod([*render(overlay), *more], settings, restart_policy, volumes)

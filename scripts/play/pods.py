@@ -56,7 +56,7 @@ class Pods:
         self.down()
 
     def up(self) -> None:
-        """Play them at once; returns when their containers have been started."""
+        """Play all pods at once; return when their containers have been started."""
         for image in self._images & {*STAND_INS.values()}:
             _make(image)
         if self._network:
@@ -65,14 +65,14 @@ class Pods:
             list(pool.map(Pod.up, self.all))
 
     def down(self) -> None:
-        """Nothing of them is left."""
+        """Remove everything of the pods."""
         with ThreadPoolExecutor() as pool:
             list(pool.map(Pod.down, self.all))
         if self._network:
             self._network.remove()
 
     def begin_shard(self) -> None:
-        """If they are brokers of a shard, begin it, as an operator does once; they are ready only after that."""
+        """If the pods are brokers of a shard, begin it, as an operator does once; they are ready only after that."""
         brokers = [pod for pod in self.all if "replica" in pod.containers]
         command = ("kmq", "cluster", "init", "--brokers", ",".join(pod.role for pod in brokers))
         deadline = time.monotonic() + PATIENCE_S
@@ -82,13 +82,13 @@ class Pods:
             time.sleep(0.5)
 
     def wait_ready(self) -> None:
-        """Until all readiness probes pass. Raises PlayError with what the containers said."""
+        """Wait until all readiness probes pass. Raises PlayError with the containers' output."""
         for pod in self.all:
             pod.wait_ready()
 
 
 def _make(image: str) -> None:
-    """Build an image that stands in for another, unless it is there."""
+    """Build an image that substitutes another one, unless it exists."""
     try:
         podman("image", "exists", image)
     except PlayError:
@@ -100,5 +100,5 @@ def _make(image: str) -> None:
 
 
 def play_all(overlay: str | Path, *more: Document, restart_policy: str = "Always", **settings: str) -> Pods:
-    """All pods of an overlay and further documents (Secrets, say), with other settings; not up yet."""
+    """Return all pods of an overlay and further documents (Secrets, say), with other settings; not up yet."""
     return Pods([*render(overlay), *more], settings, restart_policy)

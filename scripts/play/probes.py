@@ -14,7 +14,7 @@ Exec = Callable[[list[str], float], "subprocess.CompletedProcess[str]"]  # runs 
 
 def exec_probe(run: Exec, command: list[str], timeout_s: float) -> str:
     """Return "" if the command succeeds, else why not."""
-    try:  # podman's own start-up comes on top of what the kubelet would wait for
+    try:  # podman's own start-up time is added to the kubelet's timeout
         done = run(command, timeout_s + 10)
     except subprocess.TimeoutExpired:
         return f"no answer in {timeout_s} s"

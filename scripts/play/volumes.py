@@ -19,13 +19,13 @@ class Volumes:
         self._persistent = set(given)
 
     def clear(self) -> None:
-        """Empty those that do not outlive the pod."""
+        """Empty the volumes that do not outlive the pod."""
         for name, path in self.paths.items():
             if name not in self._persistent:
                 _empty(path)
 
     def adapted(self, volume: Document, group: int) -> Document:
-        """Return the volume as a directory of this machine, which is made here."""
+        """Create a directory for the volume on this machine, and return the volume as that directory."""
         name = volume["name"]
         path = self.paths.get(name) or self._home / name
         if name not in self.paths:

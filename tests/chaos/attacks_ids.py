@@ -1,8 +1,9 @@
 """What one stranger can do with names and ids, against a pod that runs: attack(pod) returns where nobody else was harmed."""
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+from waiting import meanwhile
 
 from chaos.by_hand import Client, message
 from chaos.in_place_of_ingress import hand_over
@@ -25,21 +26,14 @@ def fill_names(pod: Pod, names: int = NAMES) -> None:
 def longest_silence(pod: Pod, *names: str) -> Iterator[dict[str, float]]:
     """The longest time that each of these stages goes without a heartbeat meanwhile."""
     longest = dict.fromkeys(names, 0.0)
-    over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(_WATCH_S):
-            for name in names:
-                row = pod.row(name)
-                longest[name] = max(longest[name], row.age_s if row is not None and row.heartbeat else 0.0)
+        for name in names:
+            row = pod.row(name)
+            longest[name] = max(longest[name], row.age_s if row is not None and row.heartbeat else 0.0)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with meanwhile(watch, every_s=_WATCH_S):
         yield longest
-    finally:
-        over.set()
-        watcher.join()
 
 
 def unknown_name(pod: Pod, lines: int = 9_000, others: Iterable[str] = ("producer=filler-0", "window=other")) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+from waiting import until
 
 MIB = 1 << 20
 PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
@@ -53,13 +54,6 @@ def memory(target: Target, process: str) -> int:
 def connect(target: Target, port: str) -> socket.socket:
     number = int((target.pipes / f"{port}.port").read_text())
     return socket.create_connection(("127.0.0.1", number), timeout=PATIENCE_S)
-
-
-def wait(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.02)
 
 
 def line_of(sock: socket.socket) -> bytes:
@@ -394,9 +388,7 @@ def bystanders(
             settle(open_streams(target, opened, path, b"", min(_BURST, count - part), window), 0.5)
         assert_served(target)
         assert_small(target, most)
-        end = time.monotonic() + PATIENCE_S
-        while not are_refused() and time.monotonic() < end:  # a loaded gateway has not looked at all of them yet
-            time.sleep(0.05)
+        until(are_refused, "all refused")  # a loaded gateway has not looked at all of them yet
 
 
 def unread_streams(
@@ -482,10 +474,10 @@ def unread_answers(target: Target, count: int = 200, most: int = 256 * MIB) -> N
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.sendall(b"GET %s HTTP/1.1\r\nHost: kmq\r\n\r\n" % path)
         for _ in range(5):  # on a busy machine an honest reader may be the slowest once, and asks again
-            wait(lambda: reads_all(target, path), "somebody who reads is served")
+            until(lambda: reads_all(target, path), "somebody who reads is served")
             peak = max(peak, memory(target, "gateway"))
     assert peak - begin < most, f"{begin / MIB:.0f} -> {peak / MIB:.0f} MiB"
-    wait(lambda: memory(target, "gateway") - begin < most / 3, "the memory is given back")
+    until(lambda: memory(target, "gateway") - begin < most / 3, "the memory is given back")
     print(f"event=unread_answers begin_mib={begin / MIB:.0f} peak_mib={peak / MIB:.0f}")
 
 

@@ -4,7 +4,9 @@ import socket
 import time
 from collections.abc import Iterable
 
-from chaos.pod import PATIENCE_S, Pod
+from waiting import PATIENCE_S
+
+from chaos.pod import Pod
 
 _DEADLINE_S = 2 * PATIENCE_S
 

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from waiting import until
+
 from chaos.consul_servers import ConsulServers
 from kmq.cluster.presence import Keys
 from kmq.cluster.publisher import Mark, Message
@@ -101,11 +103,7 @@ class Queue:
     def wait(self, what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> float:
         """Wait until it is so; return how long that took, in seconds."""
         began = time.monotonic()
-        while not condition():
-            now = time.monotonic()
-            state = [worker.said() for worker in self.workers] if now > began + deadline_s else []
-            assert now < began + deadline_s, f"not within {deadline_s} s: {what}; {state}"
-            time.sleep(0.05)
+        until(condition, what, lambda: [worker.said() for worker in self.workers], seconds=deadline_s)
         return time.monotonic() - began
 
     def wait_told(self, worker: Worker, count: int) -> None:

@@ -59,7 +59,9 @@ def loads(cleanup: ExitStack) -> Callable[[Load], Load]:
 def strace() -> str:
     """Return the path of strace, installed if that is possible; skip the test if it cannot trace (in CI: fail)."""
     if not shutil.which("strace") and os.geteuid() == 0 and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "install", "-qq", "strace"], capture_output=True, timeout=120)
+        subprocess.run(
+            ["apt-get", "-o", "DPkg::Lock::Timeout=100", "install", "-qq", "strace"], capture_output=True, timeout=120
+        )
     found = shutil.which("strace")
     if found and subprocess.run([found, "-qq", "-e", "trace=none", "true"], capture_output=True).returncode == 0:
         return found

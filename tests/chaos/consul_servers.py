@@ -10,14 +10,14 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from consuls import PATIENCE_S, program
+from consuls import program
+from waiting import attempts, until
 
 from chaos.network import NET, Network, run
 
@@ -163,14 +163,15 @@ class ConsulServers:
 
     def leader(self) -> ConsulServer:
         """Return the leader that most servers agree on, waiting for one."""
-        until = time.monotonic() + PATIENCE_S
-        while True:
-            known = [server.knows_leader() for server in self.servers if server.is_running]
-            for server in self.servers:
-                if server.is_running and known.count(server.address) >= 2:
-                    return server
-            assert time.monotonic() < until, f"no leader; they know {known}: {self.servers[0].log()}"
-            time.sleep(0.02)
+
+        def known() -> list[str]:
+            return [server.knows_leader() for server in self.servers if server.is_running]
+
+        def agreed() -> ConsulServer | None:
+            found = known()
+            return next((each for each in self.servers if each.is_running and found.count(each.address) >= 2), None)
+
+        return until(agreed, "a leader", lambda: f"they know {known()}: {self.servers[0].log()}")
 
     def others(self) -> list[ConsulServer]:
         """Return the servers that follow."""
@@ -179,11 +180,8 @@ class ConsulServers:
 
     def wait(self) -> None:
         """Wait until every running server can read what a majority confirms."""
-        until = time.monotonic() + PATIENCE_S
-        for server in self.servers:
-            while server.is_running and not server.reads():
-                assert time.monotonic() < until, f"server {server.number} cannot read: {server.log()}"
-                time.sleep(0.02)
+        for each in self.servers:
+            until(lambda each=each: not each.is_running or each.reads(), f"server {each.number} reads", each.log)  # type: ignore[misc]
 
     def repair(self) -> None:
         """Heal the network, let every server run, and wait until all of them work."""
@@ -197,14 +195,13 @@ class ConsulServers:
 
     def entries(self, prefix: str) -> dict[str, bytes]:
         """Return the keys under a prefix, without it, and their values, as a majority confirms them."""
-        until = time.monotonic() + PATIENCE_S
+        tries = attempts("an answer of Consul")
         while True:
+            next(tries)
             server = next((server for server in self.servers if server.is_running), None)
             items = server.ask(f"/v1/kv/{prefix}?recurse&consistent") if server is not None else None
             if items is not None:
                 return {item["Key"].removeprefix(prefix): base64.b64decode(item["Value"] or "") for item in items}
-            assert time.monotonic() < until, "Consul does not answer"
-            time.sleep(0.05)
 
     def snapshot(self, verb: str, file: Path) -> None:
         """`verb`: save what Consul holds, or restore it."""

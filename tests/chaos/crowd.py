@@ -15,8 +15,9 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+from waiting import PATIENCE_S
+
 from chaos import history
-from chaos.pod import PATIENCE_S
 
 TESTS = Path(__file__).resolve().parents[1]
 

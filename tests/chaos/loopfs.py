@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-from chaos.pod import PATIENCE_S
+from waiting import attempts
 
 _FS_IOC_SHUTDOWN = 0x8004587D
 _NOLOGFLUSH = (2).to_bytes(4, "little")  # not even the journal's buffers reach the disk
@@ -48,12 +47,11 @@ class LoopFs:
         A container that starts has a copy of all mounts for a moment, ours too. Until it has dropped it, the loop device is
         there, and a mount would find the file system that was shut down.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        tries = attempts(f"{self.path} is not in use")
         while os.path.ismount(self.path) or self._devices():
-            assert time.monotonic() < deadline, f"{self.path} is in use"
+            next(tries)
             with contextlib.suppress(subprocess.CalledProcessError):
                 _run("umount", str(self.path))
-            time.sleep(0.01)
         self._mount()
 
     def _devices(self) -> list[str]:

@@ -46,7 +46,11 @@ def _remove_left_over() -> None:
 def _iptables() -> str:
     """Return the path of iptables, installed if that is possible."""
     if not shutil.which("iptables") and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "install", "-qq", "iptables"], capture_output=True, timeout=PATIENCE_S)
+        subprocess.run(
+            ["apt-get", "-o", "DPkg::Lock::Timeout=100", "install", "-qq", "iptables"],
+            capture_output=True,
+            timeout=PATIENCE_S,
+        )
     found = shutil.which("iptables")
     assert found, "iptables is not there, and cannot be installed: no packet can be lost on purpose"
     return found

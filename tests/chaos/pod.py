@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from fcntl import ioctl
@@ -18,7 +17,8 @@ from pathlib import Path
 from termios import FIONREAD
 
 import sysv_ipc
-from brokers import FREE_PORTS
+from brokers import FREE_PORTS, environment
+from waiting import PATIENCE_S, until
 
 from chaos.checker import Report, Stream, check
 from kmq.broker import stats
@@ -27,7 +27,6 @@ from kmq.links import doorbell, layout
 
 STAGES = ("ingress", "framer", "durability", "router")
 RINGS = ("received", "framed", "durable")
-PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
 _number = itertools.count()
 
 
@@ -50,8 +49,7 @@ class Pod:
 
     def start(self, *names: str, under: Sequence[str] = ()) -> None:
         """Start these stages, in this order, without waiting; `under` is a command that runs them (strace)."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("KMQ_", "RB_"))}
-        env = kept | {name: str(value) for name, value in self.settings.items()}
+        env = environment(**self.settings)
         for name in names or STAGES:
             assert not self.is_alive(name), f"{name} runs already"
             with self.log_path.open("ab") as log:
@@ -138,18 +136,9 @@ class Pod:
         assert page is not None
         return page.rows[name].seq
 
-    def comes(self, condition: Callable[[], object], patience_s: float) -> bool:
-        """Whether `condition` comes true in this time."""
-        deadline = time.monotonic() + patience_s
-        while not condition():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.005)
-        return True
-
     def wait(self, condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-        """Until `condition`; fails loudly at the deadline."""
-        assert self.comes(condition, patience_s), f"not within {patience_s} s: {what}\n{self.tail()}"
+        """Look often, because what comes next is often a kill at this moment."""
+        until(condition, what, self.tail, seconds=patience_s, every_s=0.005)
 
     def wait_ready(self, *names: str) -> None:
         def ready(name: str) -> bool:

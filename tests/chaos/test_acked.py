@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import comes
 
 from chaos.kills import PAIRS, SMALL, blow, moment
 from chaos.load import Load
@@ -80,7 +81,7 @@ def is_paused_with_a_backlog(pod: Pod) -> bool:
     """
     pod.pause("durability")
     base = pod.seq("durability")
-    if pod.comes(lambda: pod.seq("framer") > base + 10, 0.5):
+    if comes(lambda: pod.seq("framer") > base + 10, 0.5):
         return True
     pod.resume("durability")
     return False

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import comes
 
 from chaos import attacks_ids, attacks_ports, attacks_topics
 from chaos.acked import AckedLoad, account
@@ -61,7 +62,7 @@ def removes_rings_under_a_stopped_durability(target: Target) -> None:
     pod = target.pod
     pod.pause("durability")
     before = pod.seq("framer")
-    pod.comes(lambda: pod.seq("framer") > before, 1.0)
+    comes(lambda: pod.seq("framer") > before, 1.0)
     remove_shared_memory(pod.instance)
     pod.kill("framer")
     pod.start("framer", under=target.clock.under)

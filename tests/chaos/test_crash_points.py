@@ -420,6 +420,7 @@ def processors() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("victim", "policy"), CASES)
 def test_a_kill_at_a_random_line_loses_and_doubles_nothing(
     policy: str, victim: str, rng: random.Random, processors: ProcessPoolExecutor
@@ -488,6 +489,7 @@ def survives_torn_write(policy: str, torn: tuple[int, float]) -> None:
     survives(policy, torn_write(nth, part), f"append {nth}, {part:.0%} of it written")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", SETTINGS)
 def test_a_kill_inside_any_write_leaves_nothing_torn(policy: str, processors: ProcessPoolExecutor) -> None:
     count = processors.submit(appends, policy).result()
@@ -582,6 +584,7 @@ def survives_idle(victim: str, expected: dict[str, dict[int, bytes]], point: Poi
     assert min(found["data/append"]) > 1, f"killed at {point}: nothing was retained"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", ["durability", "router"])
 def test_a_kill_while_idle_logs_are_sealed_and_retained_costs_nothing(
     victim: str, rng: random.Random, processors: ProcessPoolExecutor

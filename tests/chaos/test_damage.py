@@ -157,6 +157,7 @@ def test_one_damage_is_found_never_served_and_healed(original: Original, tmp_pat
     damage_and_heal(original, tmp_path / "data", seed)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(1000, 1004))
 def test_the_broker_goes_on_after_it(original: Original, make_pod: Make, seed: int) -> None:
     pod = make_pod(KMQ_SEGMENT_BYTES=256 << 10)

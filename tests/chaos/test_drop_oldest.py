@@ -48,6 +48,7 @@ def assert_some_were_dropped(report: Report, load: Load) -> None:
     assert load.count >= AT_LEAST
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rings", [("framed",), ("durable",), ("framed", "durable")], ids="+".join)
 def test_kills_and_stops_under_drop_oldest_leave_no_loss_unnamed(
     make_pod: Make, loads: Start, rng: random.Random, rings: tuple[str, ...]

@@ -148,6 +148,7 @@ def started(load: Load) -> Load:
     return load
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", DAMAGES)
 def test_damage_is_mended_from_the_wal(make_pod: Make, stopped: tuple[Path, FifoLoad], case: str) -> None:
     data, load = stopped

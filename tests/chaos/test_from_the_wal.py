@@ -214,6 +214,7 @@ def processors() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", ["framer", "router"])
 def test_a_kill_at_a_line_of_a_change_leaves_a_wal_that_brings_all_back(
     victim: str, rng: random.Random, processors: ProcessPoolExecutor

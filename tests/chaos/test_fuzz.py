@@ -15,14 +15,13 @@ import resource
 import select
 import socket
 import struct
-import subprocess
-import sys
-import time
 from collections import Counter, defaultdict
 
 import pytest
 from fake_logger import FakeLogger
+from waiting import attempts
 
+from chaos.pod import Pod
 from kmq.broker import stats
 from kmq.framing import blocks, parser
 from kmq.framing.dedupe import DedupeTable
@@ -32,7 +31,6 @@ from kmq.links import layout, received
 STAGES = ("ingress", "framer", "durability", "router")
 MIB = 1 << 20
 MAX_LINE = MIB
-PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
 TOPIC = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")
 DOTTED = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")  # before a mark
 # A stage holds a few copies of what a ring holds (4 MiB); ingress also up to 64 MiB of unfinished lines.
@@ -156,41 +154,27 @@ def test_the_account_misses_what_is_not_stored():
 # --- the pod -------------------------------------------------------------------------------------------------------
 
 
-class Pod:
-    """Four stages, no supervisor: one that ends stays ended, and is seen."""
+class FuzzedPod(Pod):
+    """Each stage that ends, or takes too much memory, is seen at once. Its directories lie deep: some names lead upwards."""
 
     def __init__(self, root):
-        self.root = root
-        self.data, self.pipes = root / "deep" / "down" / "data", root / "deep" / "down" / "pipes"
-        self.instance = f"fuzz-{os.getpid()}-{random.randrange(1 << 30)}"
-        (root / "deep" / "down").mkdir(parents=True)
-        (root / "cwd").mkdir()
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
-        settings = {"KMQ_DATA": self.data, "KMQ_PIPES": self.pipes, "KMQ_INSTANCE": self.instance}
-        settings |= {"KMQ_PORT": 0, "KMQ_ACK_PORT": 0}
-        self.environ = kept | {name: str(value) for name, value in settings.items()}
-        self.processes, self.peak = {}, Counter()
+        super().__init__(root, KMQ_DATA=root / "deep/down/data", KMQ_PIPES=root / "deep/down/pipes")
+        self.data, self.pipes, self.peak = self.settings["KMQ_DATA"], self.settings["KMQ_PIPES"], Counter()
+        self.data.parent.mkdir(parents=True)
 
-    def start(self):
-        with open(self.root / "log", "wb") as log:
-            for name in STAGES:
-                argv = [sys.executable, "-m", f"stages.{name}"]
-                self.processes[name] = subprocess.Popen(argv, env=self.environ, cwd=self.root / "cwd", stderr=log)
-        self.wait(lambda: (self.root / "log").read_text().count("event=ready") == len(STAGES), "all are ready")
+    def begin(self):
+        self.start()
+        self.wait_ready()
         self.port = int((self.pipes / "ingress.port").read_text())
         self.outside = self.names_outside()
 
-    def wait(self, condition, what):
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            self.look()
-            assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-            time.sleep(0.005)
+    def wait(self, condition, what, *more):
+        super().wait(lambda: condition() or self.look(), what, *more)
 
     def look(self):
         """All are alive, and none has taken more memory than it may."""
         for name, process in self.processes.items():
-            assert process.poll() is None, f"{name} ended: {(self.root / 'log').read_text()[-2000:]}"
+            assert process.poll() is None, f"{name} ended: {self.tail()}"
             pages = int(pathlib.Path(f"/proc/{process.pid}/statm").read_text().split()[1])
             self.peak[name] = max(self.peak[name], pages * resource.getpagesize())
             assert self.peak[name] < RSS_LIMIT[name], f"{name} takes {self.peak[name] / MIB:.0f} MiB"
@@ -206,20 +190,6 @@ class Pod:
         with socket.create_connection(("127.0.0.1", self.port)) as sock:
             sock.sendall(b"last|0|0|line\n")
         self.wait((self.data / "last.log").exists, "the last line is in its queue")
-
-    def stop(self):
-        for process in self.processes.values():
-            process.terminate()
-        codes = {name: process.wait(PATIENCE_S) for name, process in self.processes.items()}
-        assert not any(codes.values()), codes
-
-    def close(self):
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
-        for name in ("received", "framed", "durable"):
-            layout.remove(self.instance, name)
-        pathlib.Path(f"/dev/shm/{self.instance}.stats").unlink(missing_ok=True)
 
     def names_outside(self):
         return sorted(path for path in self.root.rglob("*") if not {self.data, self.pipes} & {path, *path.parents})
@@ -264,9 +234,9 @@ class Pod:
 def pod(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    made = Pod(tmp_path)
+    made = FuzzedPod(tmp_path)
     try:
-        made.start()
+        made.begin()
         yield made
     finally:
         made.close()
@@ -682,11 +652,11 @@ class Crowd:
                 if self.well_behaved is None or self.well_behaved.over:
                     self.behave_well(log_lines(self.rng, 2000))
             self.pod.look()
-        deadline = time.monotonic() + PATIENCE_S
+        tries = attempts("ingress takes what is left", every_s=0)
         while self.senders:
+            next(tries)
             self.turn()
             self.pod.look()
-            assert time.monotonic() < deadline, "ingress does not take what is left"
 
 
 def check(pod, account):
@@ -753,10 +723,9 @@ def test_lines_without_end_keep_ingress_small_and_each_is_accounted_for(pod):
         sent[n] = alive[n].send(head)
     for _ in range(12):
         for n, sock in list(alive.items()):
-            deadline = time.monotonic() + PATIENCE_S
-            left = len(piece)
+            left, tries = len(piece), attempts("room for a piece", every_s=0)
             while left and n in alive:
-                assert time.monotonic() < deadline
+                next(tries)
                 if not select.select([], [sock], [], 1)[1]:
                     continue
                 try:
@@ -776,7 +745,7 @@ def test_lines_without_end_keep_ingress_small_and_each_is_accounted_for(pod):
             n = int(match[4])
             assert n not in found and len(match[3]) == min(int(match[2]), MAX_LINE) and int(match[2]) <= sent[n]
             found[n] = int(match[2])
-    cut = sum(map(int, re.findall(r"event=unfinished_line_cut count=(\d+)", (pod.root / "log").read_text())))
+    cut = sum(map(int, re.findall(r"event=unfinished_line_cut count=(\d+)", pod.log())))
     assert set(found) == set(sent) and cut > 50
     assert sum(found[n] == sent[n] for n in sent) >= 200 - cut
     pod.check_files()

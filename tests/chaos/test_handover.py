@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
+from waiting import comes
 
 from chaos.checker import Stream
 from chaos.load import FifoLoad, Load, TcpLoad, fill_up
@@ -47,7 +48,7 @@ def until_full(pod: Pod, loads: list[TcpLoad]) -> None:
         nonlocal taken, sent
         before = taken, sent
         taken, sent = bytes_taken(pod), sum(load.count for load in loads)
-        return before == (taken, sent) and not pod.comes(lambda: bytes_taken(pod) != taken, 0.3)
+        return before == (taken, sent) and not comes(lambda: bytes_taken(pod) != taken, 0.3)
 
     pod.wait(stands_still, "ingress reads nobody")
     assert is_full(pod)

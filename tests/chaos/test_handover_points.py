@@ -224,6 +224,7 @@ def hand_over_points(found: list[Point]) -> list[Point]:
     return [point for point in found if point.file.rpartition("/")[2] in ("received.py", "fifo.py")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("prompt_bytes", [PROMPTLY, LATE], ids=["promptly", "late"])
 def test_a_kill_at_any_line_of_the_hand_over_loses_and_doubles_nothing(
     prompt_bytes: int, rng: random.Random, processors: ProcessPoolExecutor

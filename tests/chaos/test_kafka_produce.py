@@ -66,7 +66,7 @@ class KafkaLoad:
             self._producer.poll(0)
             if number % 50 == 0:
                 self._producer.poll(self.rng.uniform(0, 0.01))
-                while len(self._producer) > 5_000:
+                while len(self._producer) > 1_500:
                     self._producer.poll(0.05)
 
     def _hear(self, error: object, message: confluent_kafka.Message) -> None:
@@ -89,6 +89,7 @@ def stored(data: Path, partition: int) -> list[bytes]:
     return [Message(TOPIC, partition, n, line).value or b"" for n, line in enumerate(lines)]
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.timeout(900)
 def test_each_record_is_stored_once_in_order_where_its_client_is_told_it_is(
     make_pod: Callable[..., Pod], rng: random.Random, loads: Callable[[Load], Load], cleanup: ExitStack
@@ -163,7 +164,7 @@ def test_a_batch_behind_one_that_the_framer_has_refused_is_not_stored_before_it(
 
         assert one.produce(TOPIC, 0, batch(0)).error_code == ErrorCode.none
         be_idle()
-        assert other.produce(TOPIC, 0, batch(7, pids[1])).error_code == ErrorCode.none
+        assert other.produce(TOPIC, 0, batch(0, pids[1])).error_code == ErrorCode.none
         pod.pause("durability")  # so the door does not hear of it
         looked = pod.row("framer").refused
         one.send_batch(TOPIC, 0, batch(1))
@@ -178,4 +179,4 @@ def test_a_batch_behind_one_that_the_framer_has_refused_is_not_stored_before_it(
             one.send_batch(TOPIC, 0, batch(sequence))
         assert codes() == [ErrorCode.none] * 2
     pod.settle()
-    assert stored(pod.data, 0) == [b"0", b"7", b"1", b"2"]
+    assert stored(pod.data, 0) == [b"0", b"0", b"1", b"2"]  # of one, of the other, and what one sent again

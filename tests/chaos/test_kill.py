@@ -62,6 +62,7 @@ def storm(pod: Pod, rng: random.Random, start: Start, blows: list[tuple[str, ...
         pod.wait_ready()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("victim", STAGES)
 def test_killing_a_stage_loses_and_doubles_nothing(
     make_pod: Make, rng: random.Random, loads: Start, victim: str
@@ -169,6 +170,7 @@ def acked_part(data: Path, seq: int) -> bytes:
     return text[:end]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rings_too", [False, True], ids=["the rings stay", "the rings go too"])
 def test_when_all_die_with_the_fifo_only_unacked_lines_are_lost(
     make_pod: Make, rng: random.Random, loads: Start, rings_too: bool

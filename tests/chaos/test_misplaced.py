@@ -78,6 +78,7 @@ def misplaced(original: Original, data: Path, case: str, indexes: str) -> None:
     CASES[case](Restore(data, original.foreign, indexes))
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("case", "indexes"), SAMPLE)
 def test_a_misplaced_segment_is_never_served_and_put_right(
     original: Original, tmp_path: Path, case: str, indexes: str

@@ -15,6 +15,7 @@ import pytest
 from api_client import Api
 from consuls import free_ports
 from line_client import ask
+from waiting import comes
 
 from chaos import hurry
 from chaos.anomalies import check
@@ -153,7 +154,7 @@ class Mixed:
         """Wait until all groups have read and committed everything; return False if they get no further."""
         lags = None
         while lags != (lags := dict(self.observer.lags)):
-            if self.pod.comes(self._is_drained, PATIENCE_S):
+            if comes(self._is_drained, PATIENCE_S):
                 return True
         return False
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from fake_logger import FakeLogger
+from waiting import attempts
 
 from chaos.loopfs import LoopFs, disk_of
 from chaos.pod import PATIENCE_S, RINGS, Pod
@@ -30,12 +30,11 @@ def store_of(pod: Pod) -> OffsetStore:
 
 
 async def loaded(pod: Pod) -> OffsetStore:
-    store, deadline = store_of(pod), time.monotonic() + PATIENCE_S
+    store, tries = store_of(pod), attempts("the offsets", every_s=0)
     while not store.is_loaded:
-        try:
+        next(tries)
+        with suppress(RequestRefused):
             await store.load()
-        except RequestRefused:
-            assert time.monotonic() < deadline
     return store
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from brokers import Broker
+from waiting import comes
 
 from chaos.acked import AckedLoad, account, read_wal
 from chaos.directories import everything, findings
@@ -60,16 +61,6 @@ def behind_a_checkpoint(pod: Pod, rng: random.Random) -> Callable[[], object]:
 
 
 MOMENTS = (a_moment, a_roll, a_checkpoint_of_producers, a_moment, a_checkpoint_of_the_router, behind_a_checkpoint)
-
-
-def wait_for(moment: Callable[[], object]) -> bool:
-    """Looks often, for some of them are short; what does not come within this time is not waited for."""
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
-        if moment():
-            return True
-        time.sleep(0.0005)
-    return False
 
 
 def cut_power(pod: Pod, disk: LoopFs, producers: list[AckedLoad]) -> int:
@@ -124,7 +115,8 @@ def test_nothing_acknowledged_is_lost_in_power_cuts(
         pod.wait(
             lambda told=told: all(map(AckedLoad.has, producers, [n + 1 for n in told])), "messages are acknowledged"
         )
-        met[moment.__name__] += wait_for(moment(pod, rng))
+        # Some of them are short. What does not come within this time is not waited for.
+        met[moment.__name__] += comes(moment(pod, rng), 1.0, every_s=0.0005)
         promised = cut_power(pod, disk, producers)
         account(pod.data, *producers)  # before a recovery touches the files
         assert int(read_wal(pod.data)[-1].split(b"|", 1)[0]) >= promised
@@ -208,6 +200,7 @@ def test_idle_topics_and_offsets_are_read_after_a_power_cut(
     broker.send_lines(
         [b"idle%d|0|%d|value %d" % (n, n, n) for n in range(TOPICS)] + [b"orders|0||%d" % n for n in range(100)]
     )
+    broker.wait_routed(TOPICS + 100)
     read = broker.kmq("consume", "orders", "--group", "readers", "--count", "40")
     assert read.stdout.split() == [str(n) for n in range(40)], read.stderr
     last = int(broker.wal()[-1].split(b"|")[0])

@@ -4,7 +4,6 @@
 logs out: it takes the semaphores first, then the shared memory.
 """
 
-import itertools
 import os
 import signal
 import socket
@@ -15,7 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from brokers import PATIENCE_S, Broker
+from brokers import Broker
+from waiting import attempts
 
 from chaos.acked import AckedLoad, account
 from chaos.load import FifoLoad, Load, TcpLoad
@@ -317,13 +317,11 @@ def test_of_two_brokers_on_one_directory_whose_lock_files_were_deleted_one_goes_
     for path in one.data.glob("*/.owner"):
         path.unlink()
     two.kmq("up", "--no-gateway")  # refused, if the first has made its lock files again by then
-    deadline = time.monotonic() + PATIENCE_S  # the first may have ended for what was deleted, and not be back yet
-    for n in itertools.count():
+    # The first may have ended for what was deleted, and not be back yet.
+    for n, _ in enumerate(attempts("one of the two goes on", lambda: f"{one.log()}\n{two.log()}")):
         told += [payload for broker in (one, two) if ask_to_store(broker, payload := f"{broker.instance}-{n}")]
         if len(told) >= 40:
             break
-        assert time.monotonic() < deadline, f"neither of the two goes on\n{one.log()}\n{two.log()}"
-        time.sleep(0.01)
     for broker in (one, two):
         broker.kmq("down")
     seqs = [int(line.split(b"|", 1)[0]) for line in one.wal()]

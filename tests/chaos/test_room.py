@@ -4,13 +4,13 @@ KMQ_DATA_QUOTA is such a lack of room, before the limit of an emptyDir would evi
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import meanwhile
 
 from chaos.acked import AckedLoad, account
 from chaos.hurry import hurried
@@ -105,19 +105,9 @@ def du(directory: Path) -> int:
 @contextmanager
 def watched(directory: Path) -> Iterator[list[int]]:
     """What `directory` takes, again and again."""
-    sizes, enough = [0], threading.Event()
-
-    def look() -> None:
-        while not enough.is_set():
-            sizes.append(du(directory))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
+    sizes = [0]
+    with meanwhile(lambda: sizes.append(du(directory))):
         yield sizes
-    finally:
-        enough.set()
-        thread.join()
 
 
 def ballast_in(pod: Pod, n: int) -> Path:

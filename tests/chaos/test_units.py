@@ -13,6 +13,7 @@ from chaos.by_hand import Client, message
 from chaos.load import FifoLoad, Load, TcpLoad
 from chaos.pod import STAGES, Pod
 from kmq.log import topic_changes
+from kmq.message.ids import FORGOTTEN
 
 Make = Callable[..., Pod]
 Start = Callable[[Load], Load]
@@ -276,5 +277,5 @@ def test_a_full_part_of_kafka_producers_refuses_new_names_only_and_forgets_the_i
         assert door.unit(second, message(1), message(2)) == ["err producers_full"] * 2
         assert door.unit("shop", message(1)) == ["ack 2"] and door.unit(first, message(3)) == ["dup 1"]
         pod.wait(lambda: door.unit(second, message(1)) == ["ack 3"], "the first name is forgotten")
-        assert (door.last(first), door.last(second)) == (0, 1)
+        assert (door.last(first), door.last(second)) == (FORGOTTEN, 1)
     pod.judge()

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import pytest
 from brokers import ROOT
 from consuls import Consul
-from waiting import wait_until
+from waiting import until
 
 import kmq
 from kmq.cluster import consul as requests
@@ -97,7 +97,7 @@ class Follower:
         self.items.append(item)
 
     def wait(self, condition):
-        wait_until(lambda: condition(self), f"{self.epochs} {self.conditions} {self.error}", 60)
+        until(lambda: condition(self), instead=lambda: f"{self.epochs} {self.conditions} {self.error}")
 
     @property
     def epochs(self):
@@ -174,7 +174,7 @@ def test_what_consul_forbids_is_an_error_to_the_caller(tmp_path):
     agent = Consul(tmp_path / "log", 'acl { enabled = true default_policy = "deny" tokens { master = "the-token" } }')
     try:
         cluster = Cluster(agent)
-        wait_until(lambda: _may(cluster.place(token="the-token")), "the token is known")
+        until(lambda: _may(cluster.place(token="the-token")), "the token is known")
         with kmq.BroadcastQueue(cluster.place()) as queue:
             for attempt in (lambda: queue.publish("a"), lambda: received(queue)):
                 with pytest.raises(ConsulError, match="KMQ_CONSUL_TOKEN must be a token that may do this") as caught:
@@ -182,7 +182,7 @@ def test_what_consul_forbids_is_an_error_to_the_caller(tmp_path):
                 assert (caught.value.status, caught.value.exit_code) == (403, EXIT_CONFIG)
             with pytest.raises(ConsulError, match="KMQ_CONSUL_TOKEN"):
                 follow(queue, print, threading.Event())
-        page = (ROOT / "docs/cluster.md").read_text()
+        page = (ROOT / "docs/broadcast-queue.md").read_text()
         rules = page[page.index("key_prefix ") : page.rindex("\n```")].replace("<cluster>", cluster.name)
         token = _token(agent, rules)
         with kmq.BroadcastQueue(cluster.place(token=token)) as queue:
@@ -408,12 +408,12 @@ def test_a_message_that_fails_is_tried_again_and_others_see_why(cluster, followe
     one = follower(refuse=[2], start=1)
     one.wait(lambda one: one.conditions)
     assert one.conditions == [Condition(failing="message 2 (a): no 2")]
-    wait_until(lambda: node(queue).error == "message 2 (a): no 2", "others see it")
+    until(lambda: node(queue).error == "message 2 (a): no 2", "others see it")
     assert (node(queue).read, node(queue).lag) == (1, 2)
     one.refuse.clear()
     one.wait(lambda one: one.epochs[-2:] == [2, 3])
     assert one.conditions[1:] == [Condition()]
-    wait_until(lambda: node(queue).error == "" and node(queue).lag == 0, "cleared")
+    until(lambda: node(queue).error == "" and node(queue).lag == 0, "cleared")
 
 
 def test_a_follower_whose_session_has_ended_says_so_and_goes_on(cluster, follower):
@@ -434,7 +434,7 @@ def test_a_follower_that_was_taken_for_dead_while_nothing_came_takes_its_place_a
     queue, released, beat = cluster.queue("b"), threading.Event(), Presence.beat
     queue.publish("a")  # a watch of what never was would be woken by anything
     one = follower()
-    wait_until(lambda: (node(queue) or (0, 0))[1] == 1, "it has its place")
+    until(lambda: (node(queue) or (0, 0))[1] == 1, "it has its place")
     before = cluster.ask("GET", f"kv/kmq/{cluster.name}/bq-subscriber/a")[0]["Session"]
 
     def held_up(self):
@@ -443,9 +443,9 @@ def test_a_follower_that_was_taken_for_dead_while_nothing_came_takes_its_place_a
         yield from beat(self)
 
     monkeypatch.setattr(Presence, "beat", held_up)
-    wait_until(lambda: not node(queue).holder, "it is away", 60)
+    until(lambda: not node(queue).holder, "it is away")
     released.set()
-    wait_until(lambda: node(queue).holder, "it is back", 60)
+    until(lambda: node(queue).holder, "it is back")
     assert cluster.ask("GET", f"kv/kmq/{cluster.name}/bq-subscriber/a")[0]["Session"] != before
     one.wait(lambda one: one.conditions[-1:] == [Condition()])
 
@@ -455,7 +455,7 @@ def test_a_follower_that_was_taken_for_dead_leaves_what_has_come_to_the_next_one
     queue, released, beat = cluster.queue("b"), threading.Event(), Presence.beat
     queue.publish("a")  # a watch of what never was would be woken by anything
     one = follower()
-    wait_until(lambda: (node(queue) or (0, 0))[1] == 1, "it has its place")
+    until(lambda: (node(queue) or (0, 0))[1] == 1, "it has its place")
     session = cluster.ask("GET", f"kv/kmq/{cluster.name}/bq-subscriber/a")[0]["Session"]
 
     def held_up(self):
@@ -464,9 +464,9 @@ def test_a_follower_that_was_taken_for_dead_leaves_what_has_come_to_the_next_one
         yield from beat(self)
 
     monkeypatch.setattr(Presence, "beat", held_up)
-    wait_until(lambda: session not in cluster.sessions(), "it is taken for dead", 60)
+    until(lambda: session not in cluster.sessions(), "it is taken for dead")
     two = follower()
-    wait_until(lambda: node(queue).holder, "another has its place", 60)
+    until(lambda: node(queue).holder, "another has its place")
     for epoch in (2, 3):
         queue.publish("a")
         two.wait(lambda two, epoch=epoch: two.epochs[-1:] == [epoch])
@@ -502,7 +502,7 @@ def test_a_follower_ends_within_moments_marks_and_gives_its_place_back(cluster, 
     queue = cluster.queue("b")
     one = follower()
     publish_many(queue, 2)
-    wait_until(lambda: node(queue).read == 2, "all is marked")
+    until(lambda: node(queue).read == 2, "all is marked")
     one.end()
     assert (node(queue).read, node(queue).holder) == (2, "")
 
@@ -570,7 +570,7 @@ def test_a_newest_message_that_fails_is_got_past_by_deleting_its_key(cluster, fo
     if value or isinstance(one.items[-1], Snapshot):  # else the command was run again before the key was gone
         assert isinstance(one.items[-1], Snapshot) and one.items[-1].epoch == 2
     assert received(cluster.queue("c"))[0].epoch == 2
-    wait_until(lambda: node(queue).error == "" and node(queue).lag == 0, "cleared")
+    until(lambda: node(queue).error == "" and node(queue).lag == 0, "cleared")
 
 
 def test_a_newest_message_that_was_deleted_unread_gives_a_snapshot(cluster):
@@ -592,7 +592,7 @@ def test_a_stray_key_beside_the_messages_is_passed_over(cluster, follower, stray
     cluster.put(f"bq/{stray}", b"x")
     publish_many(queue, 1)
     one.wait(lambda one: one.epochs[-1:] == [2])
-    wait_until(lambda: node(queue).read == 2, "it is marked")
+    until(lambda: node(queue).read == 2, "it is marked")
     assert received(cluster.queue("c"))[0].epoch == 2
     publish_many(queue, 1)
     one.wait(lambda one: one.epochs[-1:] == [3])
@@ -693,7 +693,7 @@ def test_ctrl_c_ends_a_wait_and_the_place_is_given_back_at_once(cluster):
     main, before = threading.main_thread().ident, threads()
 
     def interrupt():
-        wait_until(lambda: is_in(Future.result, sys._current_frames()[main]), "it waits")
+        until(lambda: is_in(Future.result, sys._current_frames()[main]), "it waits")
         signal.pthread_kill(main, signal.SIGINT)
 
     with cluster.queue() as queue:
@@ -729,7 +729,7 @@ def test_an_iteration_that_the_garbage_collector_finds_in_the_thread_of_its_queu
         yield Pause(0)
 
     queue.run(drop())
-    wait_until(lambda: not queue.status().nodes, "the place is given back")
+    until(lambda: not queue.status().nodes, "the place is given back")
 
 
 def test_a_program_that_ends_with_an_iteration_open_gives_its_place_back(cluster):
@@ -810,7 +810,7 @@ def test_a_thread_that_waits_is_ended_when_another_closes_the_queue(cluster):
         is_waiting = is_in(Future.result, sys._current_frames().get(thread.ident))
         return is_waiting and node(queue) is not None and node(queue).holder
 
-    wait_until(waits, "it waits")
+    until(waits, "it waits")
     queue.close()
     thread.join(30)
     assert len(ends) == 1 and ends[0].startswith("this queue is closed") and not thread.is_alive()

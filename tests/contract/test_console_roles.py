@@ -1,6 +1,8 @@
 """Roles at every door of a broker: lines in, lines out, HTTP, gRPC; and what the console may without tokens."""
 
 import json
+import os
+import signal
 import socket
 
 import grpc
@@ -172,7 +174,7 @@ def test_what_an_admin_changes_is_told_with_who_did_it(broker, apis):
     )
 
 
-def test_a_replay_that_ends_half_done_is_told_with_who_did_it(broker, apis):
+def test_a_replay_of_which_a_letter_is_refused_is_told_with_who_did_it(broker, apis):
     for topic in ("half", "half.dlq"):
         assert apis["admin"].post("/api/admin/topics", {"name": topic}).status == 201
     headers = "origin_topic={};origin_partition=0;origin_offset=1;group=g;error=e;attempts=1"
@@ -180,7 +182,22 @@ def test_a_replay_that_ends_half_done_is_told_with_who_did_it(broker, apis):
     talk(port(broker, "ingress"), f"!hello acks=0 token={broker.token['produce']}\n{''.join(lines)}")
     broker.wait(lambda: len(broker.lines("half.dlq")) == 2, "both letters")
     answer = apis["admin"].post("/api/topics/half.dlq/replay", {"dryRun": False})
-    assert answer.refusal[:2] == (503, "not_answered")
-    broker.wait(lambda: broker.lines("half"), "the letter in front of the one that is refused")
+    assert (answer.status, answer.value["replayed"]) == (200, 1)
+    assert answer.value["stayed"] == {"refused: half.dlq/0@1: unknown_topic": 1}
+    broker.wait(lambda: broker.lines("half"), "the letter that is not refused")
     told = [event["text"] for event in apis["admin"].get("/api/events").value["events"] if event["about"] == "replay"]
-    assert told == ["POST /api/topics/half.dlq/replay by the-admin from 127.0.0.1, answered 503: may be done in part"]
+    assert told == ["POST /api/topics/half.dlq/replay by the-admin from 127.0.0.1"]
+
+
+def test_a_change_that_may_be_done_in_part_is_told_with_who_did_it(broker, apis):
+    assert apis["admin"].post("/api/admin/topics", {"name": "slow"}).status == 201
+    router = broker.pids()["router"]
+    os.kill(router, signal.SIGSTOP)
+    try:
+        answer = apis["admin"].call("DELETE", "/api/admin/topics/slow")
+    finally:
+        os.kill(router, signal.SIGCONT)
+    assert answer.refusal[:2] == (503, "not_ready")
+    told = [event["text"] for event in apis["admin"].get("/api/events").value["events"]]
+    assert "DELETE /api/admin/topics/slow by the-admin from 127.0.0.1, answered 503: may be done in part" in told
+    broker.wait(lambda: apis["admin"].get("/api/admin/topics/slow").status == 404, "the topic deleted after all")

@@ -16,6 +16,7 @@ from kmq.cluster.consul import KvOperation, Request, cas, check_session
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 from consul_model import ConsulModel
+from waiting import until
 
 
 class Both:
@@ -58,14 +59,13 @@ class Both:
         check = f"{self.root[:-1]}-{name}"
         self.run(steps.register(check, 30.0))
         create = next(steps.create_session(check, keeps_keys))
-        until = time.monotonic() + 60
-        while True:
+
+        def created():
             real = self.client.put(create.path, content=create.body)
-            if real.status_code == 200:
-                break
-            assert "Missing check" in real.text and real.status_code == 500, real.text
-            assert time.monotonic() < until
-            time.sleep(0.02)
+            assert real.status_code == 200 or (real.status_code == 500 and "Missing check" in real.text), real.text
+            return real if real.status_code == 200 else None
+
+        real = until(created, "a session on a check that is known")
         ours = json.loads(self.model.answer(create).body)["ID"]
         self.real_of[ours] = real.json()["ID"]
         return ours
@@ -192,10 +192,8 @@ def test_a_lost_session_and_its_lock_delay_are_as_in_consul(both):
     assert both.txn(KvOperation("lock", key, b"", session=one)) == [0], "by the dead"
     assert both.txn(check_session(key, one)) == [0]
     assert both.client.get(f"/v1/session/info/{both.real_of[one]}").json() == []
-    until = time.monotonic() + 60
-    while both.client.put("/v1/txn", content=both._real(_locking(key, two))).status_code == 409:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    lock = both._real(_locking(key, two))
+    until(lambda: both.client.put("/v1/txn", content=lock).status_code != 409, "the end of the lock-delay")
     both.model.delays.clear()
     both.model.answer(Request("PUT", "/v1/txn", body=_locking(key, two)))
     assert both.read(key)[0]["Session"] == two

@@ -11,24 +11,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from brokers import ROOT, STAGES, Broker
+from waiting import PATIENCE_S, until
 
 from kmq.broker.door import addresses
 from kmq.broker.stats import peek
 from kmq.links.role import FOLLOWING, LEADING, STARTING, RolePage
-from tests.brokers import PATIENCE_S, ROOT, STAGES, Broker
 
 HOST = "127.0.0.1"
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+LONG_S = 3600.0
 
 
 class Follower(Broker):
@@ -59,10 +54,11 @@ class Follower(Broker):
 
     def become(self, role: int, leader: dict[str, str]) -> RolePage:
         """Do as the process `replica` does."""
-        until(lambda: (self.data / "id").exists(), "no data directory")
+        until((self.data / "id").exists, "a data directory")
         page = RolePage.make(self.instance, (self.data / "id").read_text().strip())
         page.show_leader(leader)
         page.take(role, 1, 1, 0)
+        page.lead_until(time.monotonic() + LONG_S, time.monotonic() + LONG_S)
         return page
 
     def state(self, name: str) -> str:
@@ -70,14 +66,12 @@ class Follower(Broker):
         return page.rows[name].state_name if page is not None else ""
 
     def await_state(self, name: str, state: str) -> None:
-        until(
-            lambda: self.state(name) == state,
-            f"{name} is {self.state(name)}, not {state}: {(self.root / f'{name}.err').read_text()[-2000:]}",
-        )
+        said = self.root / f"{name}.err"
+        until(lambda: self.state(name) == state, f"{name} is {state}", lambda: self.state(name) + said.read_text())
 
     def port(self, name: str) -> int:
         file = self.pipes / f"{name}.port"
-        until(file.exists, f"no port of {name}")  # the state comes first
+        until(file.exists, f"a port of {name}")  # the state comes first
         return int(file.read_text())
 
     def close(self) -> None:
@@ -161,10 +155,11 @@ def test_a_role_changes_in_place_and_each_port_is_served_by_who_leads(leader, fo
     page.leave()
     page.show_leader({})
     page.take(LEADING, 2, 2, 100)  # all that it numbers is committed
+    page.lead_until(time.monotonic() + LONG_S, time.monotonic() + LONG_S)
     for name in (*STAGES, "gateway"):
         follower.await_state(name, "ready")
     assert say(follower.port("ingress"), b"t.k|1|mine\n") == b""
-    until(lambda: b"|t.k|1|mine|" in b"".join(follower.lines("t")), "it does not lead")
+    until(lambda: b"|t.k|1|mine|" in b"".join(follower.lines("t")), "its own line, as it leads")
     assert json.loads(follower.get("/readyz")[1])["stages"]["ingress"]["state"] == "ready"
     page.leave()
     page.show_leader({"broker": "a"} | there)
@@ -181,11 +176,94 @@ def test_a_role_changes_in_place_and_each_port_is_served_by_who_leads(leader, fo
         assert follower.state(name) == "stopped"
 
 
+class Client:
+    """A connection on which the client has said something, and waits."""
+
+    def __init__(self, port: int, text: bytes = b"") -> None:
+        self.sock = socket.create_connection((HOST, port), PATIENCE_S)
+        self.sock.sendall(text)
+
+    def read_line(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\n") and (piece := self.sock.recv(1)):
+            line += piece
+        return line
+
+    def is_reset(self) -> bool:
+        """Wait for the end of the connection; return True if that was a reset."""
+        try:
+            while self.sock.recv(1 << 16):
+                pass
+        except ConnectionResetError:
+            return True
+        finally:
+            self.sock.close()
+        return False
+
+
+API_VERSIONS = bytes.fromhex("0000000f 0012 0000 00000001 0005 7465737431".replace(" ", ""))
+
+
+def test_a_leader_that_cannot_prove_it_resets_its_clients_and_sends_new_ones_elsewhere(follower):
+    """As after a cut, and after a stop of all its processes: nobody else has to tell ingress and gateway."""
+    follower.start(*STAGES, "gateway")
+    page = follower.become(LEADING, {})
+    page.raise_hw(100)
+    for name in (*STAGES, "gateway"):
+        follower.await_state(name, "ready")
+    lines = Client(follower.port("ingress"), b"!hello acks=1\n")
+    assert lines.read_line().startswith(b"!ok ")
+    poll = b"GET /v1/logs/t/0?offset=0&wait_ms=60000 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    waiting = {
+        "egress": Client(follower.port("egress")),
+        "http": Client(follower.port("http"), poll),
+        "grpc": Client(
+            follower.port("grpc"), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
+        ),
+        "kafka": Client(follower.port("kafka"), API_VERSIONS),
+    }
+    for name in ("grpc", "kafka"):
+        assert waiting[name].sock.recv(1 << 16), name
+    page.lead_until(time.monotonic(), time.monotonic())
+    assert lines.is_reset()
+    for name, client in waiting.items():
+        assert client.is_reset(), name
+    page.close_doors()  # what the replica does too, if it runs
+    for name in ("ingress", "gateway"):
+        follower.await_state(name, "following")
+    began = time.monotonic()
+    assert say(follower.port("ingress"), b"!hello acks=1\n").startswith(b"!err 0 no_leader ")
+    assert say(follower.port("egress"), b"CONSUME t max=1\n").startswith(b"!err no_leader ")
+    assert (follower.get("/readyz")[0], say(follower.port("kafka"), API_VERSIONS).removesuffix(b"RESET")) == (503, b"")
+    assert time.monotonic() - began < 5, "what waited for a leader, though none is known to be reached"
+    page.lead_until(time.monotonic() + LONG_S, time.monotonic() + LONG_S)
+    page.open_doors()
+    for name in ("ingress", "gateway"):
+        follower.await_state(name, "ready")
+    assert say(follower.port("ingress"), b"!hello acks=1\nt|1|one\n").endswith(b"\n!ack 1 1\n")
+
+
+def test_what_a_deposed_gateway_sends_is_not_taken_by_the_next_leader(leader, follower):
+    """Its own port leads there by then. It was told 401, and its connection fenced the client that had gone on itself."""
+    follower.start("ingress")
+    follower.become(FOLLOWING, {"broker": "a"} | addresses(str(leader.pipes), HOST))
+    follower.await_state("ingress", "following")
+    own = Client(int((leader.pipes / "ingress.port").read_text()), b"!hello acks=1 producer=p\n")
+    assert own.read_line().startswith(b"!ok ")
+    through = follower.port("ingress")
+    for hello in (b"producer=p epoch=7", b"producer=__kafka reserved=1 epoch=7 token=another"):
+        assert say(through, b"!hello acks=1 " + hello + b"\n").startswith(b"!err 0 no_leader "), hello
+    own.sock.sendall(b"t|1|1|one\n")
+    assert own.read_line() == b"!ack 1 1\n"
+    assert say(through, b"!hello acks=1 producer=p epoch=x\n").startswith(b"!err 0 bad_hello epoch= ")
+    own.sock.close()
+
+
 def test_a_leader_whose_epoch_was_never_committed_ends_in_order(follower):
     follower.start("framer", "durability")
     follower.become(STARTING, {})
     follower.await_state("durability", "ready")
-    until(lambda: b"__kmq.epoch|" in (follower.data / "append.log").read_bytes(), "no record of the epoch")
+    until(lambda: b"__kmq.epoch|" in (follower.data / "append.log").read_bytes(), "a record of the epoch")
     for name in ("framer", "durability"):
         follower.started[name].send_signal(signal.SIGTERM)
         assert follower.started[name].wait(PATIENCE_S) == 0, (follower.root / f"{name}.err").read_text()

@@ -11,6 +11,7 @@ from brokers import FREE_PORTS
 from chaos.attacks_ports import Http2
 from log_server import up
 from made_data import write_data
+from waiting import PATIENCE_S, attempts, until_async
 
 from kmq.broker.stats import Incidents, Strangers
 from kmq.config.values import KIB, MIB
@@ -28,7 +29,6 @@ from kmq.gateway.grpc.service import kmq_handler
 from kmq.gateway.ports import Doors, DoorServers, grpc_server, listen
 from kmq.logfmt import Logger
 
-PATIENCE_S = 120.0
 SUBSCRIBE = f"/{KMQ.service}/Subscribe"
 Request = KMQ.request_of("Subscribe")
 RECORDS = 4000  # of 1 KB, in two partitions
@@ -62,11 +62,11 @@ class Gateway:
         self.looks += 1
 
     async def until_heard(self, *members):
-        await until(lambda: self.heard >= {*members}, f"signs of life of {members}")
+        await until_async(lambda: self.heard >= {*members}, f"signs of life of {members}")
 
     async def until_looked(self):
         before = self.looks
-        await until(lambda: self.looks > before, "a look at the clock")
+        await until_async(lambda: self.looks > before, "a look at the clock")
 
     async def _hold(self, *arguments):
         found = await self._read(*arguments)
@@ -86,7 +86,7 @@ class Gateway:
         await server.start()
         beside = [asyncio.create_task(self.groups.run()), asyncio.create_task(self._sweep())]
         try:
-            await until(lambda: self.groups.is_ready, "groups")
+            await until_async(lambda: self.groups.is_ready, "groups")
             yield self
         finally:
             doors.close()
@@ -104,7 +104,7 @@ class Gateway:
         relays = self.calls.fronts[0]._relays
         for relay in [*relays.values()]:
             relay.force_close()
-        await until(lambda: not relays, "the end of the connections")
+        await until_async(lambda: not relays, "the end of the connections")
 
     async def _sweep(self):
         while True:
@@ -205,11 +205,6 @@ def clock(monkeypatch):
     return made
 
 
-async def until(condition, what):
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
 # --- silent and slow members -----------------------------------------------------------------------------------------
 
 
@@ -247,7 +242,7 @@ def test_a_member_that_does_not_read_is_cut_off_and_its_memory_is_free(run):
             for _ in range(8):
                 await slow.send("fetch", max_records=1000)
             assert (await slow.status())[0] == "UNAVAILABLE"
-            await until(lambda: not len(gateway.streams), "the end of the stream")
+            await until_async(lambda: not len(gateway.streams), "the end of the stream")
             answer = await two.fetch(topic="t", max_records=3)
             assert [record.offset for record in answer.records] == [0, 1, 2]
             again = await two.member("slow")  # its session goes on
@@ -264,12 +259,12 @@ def test_a_stopped_member_ends_although_it_has_not_read_its_batches(run, clock):
             for _ in range(8):
                 await stopped.send("fetch", max_records=1000)
             (call,) = gateway.streams._open
-            await until(lambda: call.since, "a response that is not read")
+            await until_async(lambda: call.since, "a response that is not read")
             clock.ahead = 7.0
-            await until(lambda: gateway.groups.describe("g").state.value == "empty", "the end of its session")
+            await until_async(lambda: gateway.groups.describe("g").state.value == "empty", "the end of its session")
             assert len((await two.member("other")).first.partitions) == 2
             assert (await stopped.status())[0] in ("UNAVAILABLE", "FAILED_PRECONDITION")
-            await until(lambda: len(gateway.streams) == 1, "the end of its stream")
+            await until_async(lambda: len(gateway.streams) == 1, "the end of its stream")
 
     run(work, KMQ_LINE_DEADLINE="2s")
 
@@ -307,7 +302,7 @@ def test_a_gateway_that_stops_says_so_to_members_and_to_fetches_that_wait(run):
         async with gateway.client() as one:
             member = await one.member("m")
             waiting = asyncio.ensure_future(one.fetch(topic="t", **{"from": {"place": 1}}, wait_ms=60_000))
-            await until(lambda: len(gateway.streams) == 2, "the fetch")
+            await until_async(lambda: len(gateway.streams) == 2, "the fetch")
             gateway.core.stop()
             gateway.kmq.stop()
             assert await member.status() == ("UNAVAILABLE", "stopping")
@@ -325,7 +320,7 @@ def test_streams_and_fetches_that_wait_are_bounded_together(run):
             member = await one.member("m")
             latest = {"topic": "t", "from": {"place": 1}, "wait_ms": 60_000}
             waiting = asyncio.ensure_future(one.fetch(**latest))
-            await until(lambda: len(gateway.streams) == 2, "the fetch")
+            await until_async(lambda: len(gateway.streams) == 2, "the fetch")
             assert await one.subscribe().status() == ("RESOURCE_EXHAUSTED", "too_many")
             with pytest.raises(grpc.aio.AioRpcError, match="too_many"):
                 await one.fetch(**latest)
@@ -333,7 +328,7 @@ def test_streams_and_fetches_that_wait_are_bounded_together(run):
             waiting.cancel()
             await member.send("leave")
             assert (await member.status())[0] == "OK"
-            await until(lambda: not len(gateway.streams), "room")
+            await until_async(lambda: not len(gateway.streams), "room")
 
     run(work, streams=2)
 
@@ -368,10 +363,10 @@ def test_unfinished_requests_are_cut_off_and_whole_ones_never(run, monkeypatch):
             joins = [Request(join={"group": "a", "topics": ["t"], "member": f"a{n}"}) for n in range(3)]
             streams = [peer.call(SUBSCRIBE, request=framed(join)) for join in joins]
             rest = dict.fromkeys(streams, b"\0" + (900 * KIB).to_bytes(4, "big") + b"x" * 800 * KIB)
-            deadline = time.monotonic() + PATIENCE_S
+            tries = attempts("all is taken", every_s=0)
             with pytest.raises((ConnectionError, BrokenPipeError)):
                 while any(rest.values()):
-                    assert time.monotonic() < deadline
+                    next(tries)
                     for stream in streams:
                         rest[stream] = peer.send(stream, rest[stream])
                     peer.take()
@@ -492,7 +487,7 @@ def test_a_fetch_that_waits_without_a_watch_of_its_directory_hears_of_a_seek(run
                 await member.send("fetch", max_records=RECORDS, max_bytes=8 * MIB)
                 got += len((await member.next("batch")).records)
             await member.send("fetch", max_records=10, wait_ms=60_000)
-            await until(lambda: waits, "it waits")
+            await until_async(lambda: waits, "it waits")
             await member.send("seek", topic="t", partition=0, to={"offset": 5})
             assert (await member.next("batch")).records
             assert max(waits) <= 0.5  # or it would hear of the seek that late

@@ -10,7 +10,10 @@ from threading import Thread
 import pytest
 from api_client import NDJSON, Api
 from brokers import Broker
+from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
+from confluent_kafka.admin import AdminClient
 from line_client import LineClient, ask
+from waiting import until
 
 from kmq.log import reader
 
@@ -69,14 +72,6 @@ def values(answer):
 def commit(api, topic, group, offsets, **more):
     rows = [{"partition": partition, "offset": offset} for partition, offset in offsets.items()]
     return api.post(f"/api/topics/{topic}/commit", {"group": group, "offsets": rows, **more})
-
-
-def until(condition, what):
-    deadline = time.monotonic() + 60
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.02)
-    return found
 
 
 def leave(api, group, member):
@@ -542,6 +537,24 @@ def test_lag_and_requests_are_metrics(broker, api, topic, group):
     assert 'kmq_http_requests_total{code="OK",operation="commit"}' in text
 
 
+def test_a_group_whose_workers_die_before_their_first_commit_has_a_lag_and_is_a_finding(broker, api, topic, group):
+    produce(api, topic, *map(str, range(5)))
+    for turn in range(3):
+        api.post(f"/api/groups/{group}/members", {"member": "w", "topics": [topic]})
+        assert len(consume(api, topic, group, member="w", maxMessages=3).value["messages"]) > 0, turn
+    api.post(f"/api/groups/{group}/members", {"member": "w", "topics": [topic]})
+    rows = api.get(f"/api/groups/{group}").value["partitions"]
+    assert sum(row["lag"] for row in rows) == 5 and {row["committed"] for row in rows} == {None}
+    leave(api, group, "w")
+    assert sum(row["lag"] for row in api.get(f"/api/groups/{group}").value["partitions"]) == 5, "also without a member"
+    broker.wait(lambda: f'kmq_group_lag{{group="{group}"' in broker.get("/metrics")[1], "the lag as a metric")
+    broker.wait(lambda: 'kmq_warning{reason="group_crashing"} 1.0' in broker.get("/metrics")[1], "the finding")
+    assert f"event=group_crashing group={group}" in broker.log()
+    consume(api, topic, group, member="w")
+    assert commit(api, topic, group, {0: 1}, member="w").status == 200
+    broker.wait(lambda: 'kmq_warning{reason="group_crashing"} 0.0' in broker.get("/metrics")[1], "its end")
+
+
 # --- giving messages back --------------------------------------------------------------------------------------------
 
 
@@ -591,6 +604,10 @@ def test_a_message_given_back_does_not_come_in_its_turn_where_nothing_was_commit
     assert values(consume(api, topic, group, member="n")) == ["b"]
 
 
+def told_letters(api):
+    return [event for event in api.get("/api/events").value["events"] if event["about"] == "letter_stored"]
+
+
 def test_a_message_given_back_too_often_is_a_dead_letter(api, topic, group):
     assert api.call("PATCH", f"{TOPICS}/{topic}", {"maxDeliveries": 2}).value["maxDeliveries"] == 2
     headers = [{"name": "trace", "value": "t;"}]
@@ -608,6 +625,13 @@ def test_a_message_given_back_too_often_is_a_dead_letter(api, topic, group):
         "deadLetter": f"{topic}.dlq",
     }
     assert values(consume(api, topic, group)) == [] and nacked(api, group) == 0
+    until(lambda: told_letters(api), "the event of the letter")
+    assert {event["kind"] for event in told_letters(api)} == {"noted"}
+    assert not [
+        event
+        for event in api.get("/api/events").value["events"]
+        if event["kind"] == "refused" and ".dlq" in event["text"]
+    ]
     letters = f"/api/topics/{topic}.dlq/consume?offset=0&format=text"
     until(lambda: api.get(letters).value.get("messages"), "the letter, which is stored, in its topic")
     [letter] = api.get(letters).value["messages"]
@@ -743,3 +767,94 @@ def test_seek_forgets_what_was_given_back_because_the_group_reads_anew(api, topi
     leave(api, group, "m")
     assert api.post(f"/api/topics/{topic}/seek", {"group": group, "to": "latest"}).status == 200
     assert nacked(api, group) == 0
+
+
+def with_letters(api, topic, group):
+    """The first two of four messages are letters, and the group stands behind them."""
+    assert api.call("PATCH", f"{TOPICS}/{topic}", {"maxDeliveries": 1}).status == 200
+    produce(api, topic, "a", "b", "c", "d")
+    assert values(consume(api, topic, group)) == ["a", "b", "c", "d"]
+    for offset in (0, 1):
+        assert nack(api, topic, group, offset, reason="no").value["deadLetter"] == f"{topic}.dlq"
+    leave(api, group, "-")
+
+
+def by_http(broker, api, topic, group):
+    assert api.post(f"/api/topics/{topic}/seek", {"group": group, "to": "earliest"}).status == 200
+
+
+def by_command(broker, api, topic, group):
+    done = broker.kmq("groups", "reset", group, "--topic", topic, "--to", "earliest")
+    assert done.returncode == 0, done.stderr
+
+
+def by_kafka(broker, api, topic, group):
+    """As kafka-consumer-groups.sh does: a commit of nobody, which goes back."""
+    address = f"localhost:{(broker.pipes / 'kafka.port').read_text().strip()}"
+    admin = AdminClient({"bootstrap.servers": address, "log_level": 0})
+    asked = ConsumerGroupTopicPartitions(group, [TopicPartition(topic, 0, 0)])
+    [future] = admin.alter_consumer_group_offsets([asked]).values()
+    assert future.result(60).topic_partitions[0].error is None
+
+
+@pytest.mark.parametrize("reset", [by_http, by_command, by_kafka])
+def test_a_group_that_is_set_back_reads_messages_that_became_letters_again(broker, api, topic, group, reset):
+    with_letters(api, topic, group)
+    reset(broker, api, topic, group)
+    [row] = [row for row in api.get(f"/api/groups/{group}").value["partitions"] if row["partition"] == 0]
+    assert (row["committed"], row["lag"]) == (0, 4)
+    assert values(consume(api, topic, group)) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("how", ["deleted", "truncated"])
+def test_a_message_that_fails_again_is_a_letter_again_if_its_first_letter_was_deleted(broker, api, topic, group, how):
+    with_letters(api, topic, group)
+    if how == "deleted":
+        assert api.call("DELETE", f"{TOPICS}/{topic}.dlq").status == 204
+    else:
+        done = broker.kmq("topics", "truncate", f"{topic}.dlq", "--before", "end", "--yes")
+        assert done.returncode == 0, done.stderr
+    by_http(broker, api, topic, group)
+    assert values(consume(api, topic, group)) == ["a", "b", "c", "d"]
+    for offset in (0, 1):
+        assert nack(api, topic, group, offset, reason="again").value["deadLetter"] == f"{topic}.dlq"
+    found = api.get(f"/api/topics/{topic}.dlq/consume?from=earliest&format=text").value["messages"]
+    assert [(each["value"], each["headers"]["error"]) for each in found] == [("a", "again"), ("b", "again")]
+
+
+def test_a_letter_that_can_never_be_stored_stops_its_message_alone(tmp_path):
+    """No topic is made by messages, so the gateway declares that of the letters; a name of 198 characters has none."""
+    made, long = Broker(tmp_path / "b"), "x" * 198
+    try:
+        made.up(KMQ_AUTO_CREATE_TOPICS="off")
+        with connected(made) as api:
+            made.wait(lambda: api.get("/api/groups").status == 200, "groups, whose offsets are loaded")
+            assert api.post(TOPICS, {"name": "orders", "maxDeliveries": 2}).status == 201
+            assert api.post(TOPICS, {"name": long, "maxDeliveries": 2}).refusal[:2] == (422, "bad_field")
+            assert api.post(TOPICS, {"name": long}).status == 201
+            refused = api.call("PATCH", f"{TOPICS}/{long}", b'{"maxDeliveries": 2}', Content_Type="application/json")
+            assert refused.refusal[:2] == (422, "bad_field")
+            for command in ("create", f"{long[1:]}"), ("set", long):
+                verb, name = command
+                flag = ["--set"] if verb == "create" else []
+                done = made.kmq("topics", verb, name, *flag, "max_deliveries=2")
+                assert done.returncode == 78 and "at most 196" in done.stderr, done
+            with open(made.data / "topics" / long / "topic.toml", "a") as file:  # as a release before could declare it
+                file.write("max_deliveries = 2\n")
+            for topic, letter in (("orders", "orders.dlq"), (long, None)):
+                produce(api, topic, "a", "b")
+                assert values(consume(api, topic, "g")) == ["a", "b"]
+                assert nack(api, topic, "g", 0).value["deadLetter"] is None
+                assert values(consume(api, topic, "g")) == ["a"]
+                assert nack(api, topic, "g", 0).value["deadLetter"] == letter
+                produce(api, topic, "c")
+                assert values(consume(api, topic, "g", timeoutMs=10_000)) == ["c"]
+            assert made.log().count("event=letter_refused") == 1 and "offset=0 code=" in made.log()
+            shown = 'kmq_warning{reason="letter_refused"}'
+            made.wait(lambda: f"{shown} 1.0" in made.get("/metrics")[1], "the finding")
+            assert "letter_refused" in made.kmq("status").stdout
+            leave(api, "g", "-")
+            by_http(made, api, long, "g")
+            made.wait(lambda: f"{shown} 0.0" in made.get("/metrics")[1], "its end")
+    finally:
+        made.close()

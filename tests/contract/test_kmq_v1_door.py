@@ -10,7 +10,7 @@ from api_client import Api
 from brokers import Broker
 from grpc_client import MESSAGES, Client, status_of, values
 from line_client import LineClient
-from waiting import wait_until
+from waiting import until
 
 from kmq.wire.replies import Batch
 
@@ -136,7 +136,7 @@ def test_an_id_and_a_producer_with_ids_are_stored_once_also_over_http(client, ap
 def test_acks_none_returns_without_results_and_the_messages_come(client, topic):
     none = MESSAGES["ProduceRequest"].NONE
     assert client.produce(topic, *in_partition(1, b"a", b"b"), acks=none) == []
-    wait_until(lambda: values(client.fetch(topic, 1)) == [b"a", b"b"], "the messages")
+    until(lambda: values(client.fetch(topic, 1)) == [b"a", b"b"], "the messages")
 
 
 def test_a_fetch_begins_where_it_is_asked_to_and_ends_at_its_limits(client, topic):
@@ -332,7 +332,7 @@ def test_a_message_that_is_given_back_too_often_says_where_its_letter_is(client,
         given = member.ask("nack", "nacked", topic=topic, reason="no account")
         assert (given.deliveries, given.letter) == (2, f"{topic}.dlq/0@0")
         assert member.ask("fetch", "batch") == MESSAGES["Batch"]()
-    [letter, *_] = wait_until(lambda: _letters(client, topic), "the letter, which is stored, in its topic")
+    [letter, *_] = until(lambda: _letters(client, topic), "the letter, which is stored, in its topic")
     headers = {header.name: header.value for header in letter.headers}
     assert (headers["error"], headers["attempts"]) == (b"no account", b"2")
 
@@ -421,7 +421,7 @@ def test_members_of_three_doors_share_a_topic_with_one_state(broker, client, api
                 return False
             return True
 
-        wait_until(is_shared, "one partition for each of three doors")
+        until(is_shared, "one partition for each of three doors")
         view = api.get(f"/api/groups/{group}").value
         places = {row["id"]: [each["partition"] for each in row["assignment"]] for row in view["members"]}
         assert places.keys() == {"grpc", "http", "lines"} and sorted(chain(*places.values())) == [0, 1, 2]
@@ -516,7 +516,7 @@ def test_members_of_a_killed_gateway_come_back_with_what_they_had(broker, client
 
     broker.wait(lambda: port(broker, "grpc") != former, "the next gateway")
     with Client(port(broker, "grpc")) as reached:
-        again = {id: wait_until(lambda id=id: back(id), "groups, whose offsets are loaded") for id in before}
+        again = {id: until(lambda id=id: back(id), "groups, whose offsets are loaded") for id in before}
         for id, stream in again.items():
             while not stream.assigned:
                 stream.next("assigned")

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 from chaos.loopfs import disk_of
 from ring_end import block_of, identity, lock_of, open_writer
-from waiting import wait_until
+from waiting import until
 
 from kmq.errors import BusyError
 from kmq.links import ownership
@@ -78,7 +78,7 @@ def test_a_reader_exits_and_the_ring_remains(start, instance, tmp_path):
     writer.append(Framed(data, Stamp(1, count, 0, 0)))
     (tmp_path / "out.stop").touch()
     process = start("reader")
-    wait_until(lambda: writer.first_waiting_seq() == 1 + count, "the reader has released the block")
+    until(lambda: writer.first_waiting_seq() == 1 + count, "the reader has released the block")
     writer.lock.release()
     assert process.wait(30) == 0, process.communicate()[1]
     assert os.path.exists(writer.path)

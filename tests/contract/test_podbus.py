@@ -4,15 +4,14 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from base64 import b64decode, b64encode
 from pathlib import Path
 
 import pytest
-from brokers import FREE_PORTS
-from waiting import wait_until
+from brokers import Broker, remove_shared_memory
+from waiting import until
 
 from kmq.broker import stats
 
@@ -20,24 +19,17 @@ ROOT = Path(__file__).resolve().parents[2]
 KIB = 1 << 10
 
 
-class Bus:
+class Bus(Broker):
     """A broker as `kmq up` starts it, and the client, which answers one call at a time."""
 
     def __init__(self, root, stubs, **settings):
-        self.root, self.data, self.pipes = root, root / "data", root / "pipes"
-        self.instance = f"podbus-{os.getpid()}-{root.name}"
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
-        self.env = kept | {"KMQ_INSTANCE": self.instance, "KMQ_DATA": str(self.data), "KMQ_PIPES": str(self.pipes)}
-        self.env |= FREE_PORTS | settings
+        super().__init__(root)
+        self.env |= settings
         self.stubs = stubs
-        self.kmq("up")
+        self.up()
         script = str(Path(__file__).with_name("podbus_client.py"))
         argv = [sys.executable, script, str(stubs), f"127.0.0.1:{self.port('grpc')}"]
         self.client = subprocess.Popen(argv, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def kmq(self, *arguments):
-        argv = [sys.executable, "-m", "kmq", *arguments]
-        subprocess.run(argv, env=self.env, cwd=self.root, check=True, capture_output=True, timeout=60)
 
     def port(self, name):
         return int((self.pipes / f"{name}.port").read_text())
@@ -58,13 +50,6 @@ class Bus:
         assert answer["code"] == "OK", answer
         return answer["offset"]
 
-    def send_lines(self, *lines):
-        """From a producer that is not a PodBus client."""
-        with socket.create_connection(("127.0.0.1", self.port("ingress"))) as sock:
-            sock.sendall(b"".join(line + b"\n" for line in lines))
-            sock.shutdown(socket.SHUT_WR)
-            assert sock.recv(1) == b""
-
     def row(self, name):
         return stats.peek(self.instance).rows[name]
 
@@ -80,9 +65,8 @@ class Bus:
         self.client.stdin.close()
         code = self.client.wait(60)
         self.client.stdout.close()
-        self.kmq("down")
-        for path in Path("/dev/shm").glob(f"{self.instance}.*"):  # after `kmq down` there are no doorbells
-            path.unlink()
+        self.down()
+        remove_shared_memory(self.instance)  # not its directory: a small disk may be mounted there
         assert code == 0, "the client failed, or it has loaded something of KMQ"
 
 
@@ -169,7 +153,7 @@ def test_an_id_that_comes_again_with_another_record_is_refused(bus):
 
 def test_a_topic_with_a_dot_is_the_one_that_has_the_records(new_bus):
     bus = new_bus(KMQ_PODBUS_TOPIC="bus.eu")
-    bus.send_lines(b"bus.k|0||not a record")
+    bus.send_lines([b"bus.k|0||not a record"])
     offset = bus.stored("one", b"the record")
     assert bus.call("Consume", offset=0) == {"code": "OK", "record": b"the record", "next_offset": offset + 1}
     assert bus.stored("empty", b"") == offset + 1 == bus.stored("empty", b"")
@@ -212,7 +196,7 @@ def test_any_id_is_an_id_of_its_own(bus, message_id):
 
 def test_consume_gives_the_first_podbus_record_at_the_offset_or_later(bus):
     first = bus.stored("first of two", b"first")
-    bus.send_lines(*(b"other.topic|0|%d|x" % n for n in range(5)))
+    bus.send_lines([b"other.topic|0|%d|x" % n for n in range(5)])
     second = bus.stored("second of two", b"second")
     assert second > first + 1
     assert bus.call("Consume", offset=first + 1) == {"code": "OK", "record": b"second", "next_offset": second + 1}
@@ -220,8 +204,8 @@ def test_consume_gives_the_first_podbus_record_at_the_offset_or_later(bus):
 
 def test_lines_of_plain_producers_are_records_too(bus):
     before = bus.stored("before the line")
-    bus.send_lines(b"podbus.any_key|0|7|a line")
-    wait_until(lambda: bus.call("Consume", offset=before + 1)["code"] == "OK", "the line")
+    bus.send_lines([b"podbus.any_key|0|7|a line"])
+    until(lambda: bus.call("Consume", offset=before + 1)["code"] == "OK", "the line")
     assert bus.call("Consume", offset=before + 1)["record"] == b"a line"
 
 
@@ -357,7 +341,7 @@ def test_a_quota_that_is_reached_is_unavailable_with_the_reason(new_bus):
     assert (answers[-1]["code"], answers[-1]["details"][:7]) == ("UNAVAILABLE", "quota: "), answers[-1]
     assert len(answers) > 10
     assert bus.call("Consume", offset=0)["record"] == b"x" * 60 * KIB  # reading goes on
-    wait_until(lambda: bus.call("Check", service="")["status"] == "NOT_SERVING", "not serving")
+    until(lambda: bus.call("Check", service="")["status"] == "NOT_SERVING", "not serving")
 
 
 @pytest.fixture
@@ -379,10 +363,10 @@ def test_a_full_disk_is_unavailable_with_the_reason_until_there_is_room(small_di
     with contextlib.suppress(OSError):  # the broker has just taken some of it
         filler.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 64 * KIB))
     refused = "disk_full: the disk has no room for more"
-    wait_until(lambda: bus.produce("full").get("details", "").startswith(refused), "refused")
+    until(lambda: bus.produce("full").get("details", "").startswith(refused), "refused")
     assert bus.produce("full")["code"] == "UNAVAILABLE"
     filler.unlink()
-    offset = wait_until(lambda: bus.produce("at last", b"stored at last").get("offset"), "room")
+    offset = until(lambda: bus.produce("at last", b"stored at last").get("offset"), "room")
     assert bus.call("Consume", offset=offset)["record"] == b"stored at last"
 
 
@@ -404,7 +388,7 @@ def test_a_damaged_record_is_data_loss_naming_file_and_seq_and_never_served(new_
         last = index.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2] if index.exists() else b""
         return b"|" in last and int(last.split(b"|")[1]) > len(content) // 2
 
-    wait_until(is_indexed, "index lines")
+    until(is_indexed, "index lines")
     victim = content.index(b"record 50 ")
     with path.open("r+b") as file:
         file.seek(victim)
@@ -427,10 +411,10 @@ def test_health_is_serving_exactly_while_a_write_can_be_made_durable(bus, servic
     def serving(wanted):
         return lambda: bus.call("Check", service=service)["status"] == wanted
 
-    wait_until(serving("SERVING"), "serving")
+    until(serving("SERVING"), "serving")
     with bus.paused("durability"):
-        wait_until(serving("NOT_SERVING"), "not serving")
-    wait_until(serving("SERVING"), "serving again")
+        until(serving("NOT_SERVING"), "not serving")
+    until(serving("SERVING"), "serving again")
 
 
 def test_health_of_an_unknown_service_is_not_found(bus):

@@ -10,7 +10,7 @@ import random
 import signal
 
 import pytest
-from waiting import wait_until
+from waiting import until
 
 KILLS, SOAK_KILLS = 24, 600
 
@@ -31,13 +31,13 @@ def stress(start, path, policy, kills):
     ends = {role: start(role, policy) for role in ("writer", "reader")}
     for _ in range(kills):
         target = size(path) + rng.choice([1, 500, 3000, 20_000])
-        wait_until(lambda: alive(ends) and size(path) >= target, "the reader gets further")  # noqa: B023
+        until(lambda: alive(ends) and size(path) >= target, "the reader gets further", every_s=0.002)  # noqa: B023
         for role in rng.choice([["writer"], ["reader"], ["reader", "writer"]]):
             ends[role].send_signal(signal.SIGKILL)
             ends[role].communicate()
             ends[role] = start(role, policy)
     target = size(path) + 1000
-    wait_until(lambda: alive(ends) and size(path) >= target, "the reader gets further after the last kill")
+    until(lambda: alive(ends) and size(path) >= target, "the reader gets further after the last kill")
     with open(f"{path}.stop", "w"):
         pass
     for role in ("writer", "reader"):

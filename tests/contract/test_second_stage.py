@@ -1,12 +1,12 @@
 """A second instance of a stage is refused, and the first one's row of the stats page does not show it."""
 
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
-from waiting import wait_until
+from brokers import FREE_PORTS, environment
+from waiting import until
 
 from kmq.broker import stats
 from kmq.config.settings import STAGES
@@ -17,8 +17,7 @@ from kmq.links import layout
 @pytest.fixture
 def run_stage(tmp_path, instance):
     """run_stage(name) starts a stage alone, with settings of its own."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
-    environ |= {"KMQ_INSTANCE": instance, "KMQ_PORT": "0", "KMQ_ACK_PORT": "0"}
+    environ = environment(KMQ_INSTANCE=instance, **FREE_PORTS)
     processes = []
 
     def run(name):
@@ -42,7 +41,7 @@ def test_a_second_instance_of_each_stage_is_refused_and_leaves_no_trace(run_stag
         return page and {name: page.rows[name].pid for name in STAGES}
 
     running = {name: process.pid for name, process in first.items()}
-    wait_until(lambda: pids() == running, "all run")
+    until(lambda: pids() == running, "all run")
     rows = stats.peek(instance).rows
     for name in STAGES:
         rows[name].dropped = 500  # stands for all that a wipe would take, like the cursor that answers GET_ACK

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -16,26 +17,18 @@ from pathlib import Path
 
 import httpx
 import pytest
+from brokers import environment
 from certificates import Authority
 from consuls import Consul, free_ports
 from made_data import write_data
+from waiting import PATIENCE_S, until
 
 from kmq.cluster.register import begin, decode
 from kmq.log import committed, reader, wal
 from kmq.replica.files import ReplicaFiles
 
 TTL_S = 5.0  # on a busy machine a replica that runs is silent for a second, and another one is elected
-PATIENCE_S = 100.0
 BROKERS = ("a", "b", "c")
-
-
-def wait_for(what, holds, patience_s=PATIENCE_S):
-    """Return what `holds` returns once it is true."""
-    until = time.monotonic() + patience_s
-    while not (found := holds()):
-        assert time.monotonic() < until, f"{what} never came"
-        time.sleep(0.05)
-    return found
 
 
 class Shard:
@@ -50,12 +43,11 @@ class Shard:
         self.stages = {}  # by name and stage; they outlive their replica
 
     def environment(self, name, **more):
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("KMQ_", "RB_"))}
-        kept |= {"KMQ_DATA": f"{self.root}/{name}/data", "KMQ_PIPES": f"{self.root}/{name}/pipes"}
-        kept |= {"KMQ_INSTANCE": f"{self.cluster}-{name}", "KMQ_BROKER": name[0], "KMQ_SHARD": "s"}
-        kept |= {"KMQ_CONSUL": self.address, "KMQ_CLUSTER": self.cluster, "KMQ_REPLICA_SECRET": f"{self.root}/secret"}
-        kept |= {"KMQ_REPLICA_PORT": "0"}
-        return kept | {"KMQ_SESSION_TTL": f"{TTL_S:g}s", "KMQ_REPLICA_LAG": f"{TTL_S:g}s"} | more
+        own = {"KMQ_DATA": f"{self.root}/{name}/data", "KMQ_PIPES": f"{self.root}/{name}/pipes"}
+        own |= {"KMQ_INSTANCE": f"{self.cluster}-{name}", "KMQ_BROKER": name[0], "KMQ_SHARD": "s"}
+        own |= {"KMQ_CONSUL": self.address, "KMQ_CLUSTER": self.cluster, "KMQ_REPLICA_SECRET": f"{self.root}/secret"}
+        own |= {"KMQ_REPLICA_PORT": "0", "KMQ_SESSION_TTL": f"{TTL_S:g}s", "KMQ_REPLICA_LAG": f"{TTL_S:g}s"}
+        return environment(**own | more)
 
     def start(self, *names, **more):
         """Start replicas, and the stages that they need. The first letter of a name is its broker."""
@@ -96,7 +88,7 @@ class Shard:
             done = self.command("init", "--brokers", brokers, *arguments)
             return done.returncode != 75 and done
 
-        done = wait_for("all brokers of the shard", ran)
+        done = until(ran, "all brokers of the shard")
         assert done.returncode == 0, done.stderr
         return done
 
@@ -120,9 +112,7 @@ class Shard:
         return [dict(re.findall(r'(\w+)=("[^"]*"|\S+)', line)) for line in found]
 
     def await_event(self, name, event, count=1):
-        return wait_for(
-            f"{event} of {name}", lambda: len(self.events(name, event)) >= count and self.events(name, event)
-        )
+        return until(lambda: len(self.events(name, event)) >= count and self.events(name, event), f"{event} of {name}")
 
     def alive(self):
         """The brokers whose key is locked."""
@@ -140,7 +130,7 @@ class Shard:
             )  # fmt: skip
 
         try:
-            wait_for("a whole shard", is_whole)
+            until(is_whole, "a whole shard")
         except AssertionError as error:
             found = [f"{error}; the register: {self.register()}"]
             for name in BROKERS:
@@ -187,7 +177,7 @@ def test_three_brokers_elect_and_a_killed_leader_is_followed_and_comes_back(shar
     assert shard.leader() == "a" and shard.register().epoch == 1
     began = time.monotonic()
     shard.end("a")
-    wait_for("another leader", lambda: shard.register().epoch >= 2)
+    until(lambda: shard.register().epoch >= 2, "another leader")
     assert time.monotonic() - began < TTL_S + 3.0 + 30.0  # the last number is for a busy machine
     shard.start("a")
     shard.await_whole()
@@ -199,7 +189,7 @@ def test_a_leader_that_is_started_again_at_once_hands_its_epoch_over(shard):
     shard.begin()
     shard.end("a")
     shard.start("a")
-    wait_for("another epoch", lambda: shard.register().epoch >= 2)
+    until(lambda: shard.register().epoch >= 2, "another epoch")
     shard.await_whole()
     shard.check()
 
@@ -208,11 +198,11 @@ def test_a_leader_paused_past_its_session_follows_when_it_goes_on(shard):
     shard.begin()
     ids = shard.ids()
     shard.processes["a"].send_signal(signal.SIGSTOP)
-    wait_for("another leader", lambda: shard.register().epoch >= 2)
+    until(lambda: shard.register().epoch >= 2, "another leader")
     assert shard.leader() != "a"
     shard.processes["a"].send_signal(signal.SIGCONT)
     shard.await_whole()
-    wait_for("its promise", lambda: shard.files("a").promised.epoch == shard.register().epoch)
+    until(lambda: shard.files("a").promised.epoch == shard.register().epoch, "its promise")
     assert shard.ids() == ids
     shard.check()
 
@@ -252,7 +242,7 @@ def test_an_emptied_consul_gets_its_register_back_by_recover(shard):
     shard.client.delete("", params={"recurse": ""}).raise_for_status()
     for name in ("a", "b"):
         shard.await_event(name, "register_went_back")
-    wait_for("both promises", lambda: len(shard.client.get("", params={"keys": ""}).json()) == 4)
+    until(lambda: shard.client.get("", params={"keys": ""}).text.count("/promise") == 2, "both promises")
     dry = shard.command("recover", "--dry-run")
     assert dry.returncode == 0 and f"a, b can go on from version {register.version.number}" in dry.stdout, dry.stderr
     assert "not here: c" in dry.stdout and "nothing was changed" in dry.stdout and shard.register() is None
@@ -264,7 +254,7 @@ def test_an_emptied_consul_gets_its_register_back_by_recover(shard):
     shard.await_whole()
     assert register.marks == shard.register().marks[: len(register.marks)] and shard.register().epoch >= 3
     assert [shard.ids()[name] for name in ("a", "b")] == [ids["a"], ids["b"]]
-    wait_for("no promise in Consul", lambda: "promise" not in shard.client.get("", params={"keys": ""}).text)
+    until(lambda: "promise" not in shard.client.get("", params={"keys": ""}).text, "no promise in Consul")
     again = shard.command("recover", "--yes")
     assert again.returncode == 0 and "nothing was changed" in again.stdout
     shard.check()
@@ -274,7 +264,7 @@ def test_recover_names_what_each_has_where_too_few_are_there_and_goes_on_from_a_
     shard.begin()
     former = shard.register()
     shard.end("a")
-    wait_for("another leader", lambda: shard.register().epoch >= 2)
+    until(lambda: shard.register().epoch >= 2, "another leader")
     shard.start("a")
     shard.await_whole()
     last = shard.register()
@@ -282,14 +272,14 @@ def test_recover_names_what_each_has_where_too_few_are_there_and_goes_on_from_a_
         shard.end(name)
     shard.put(former.encode())
     shard.await_event("a", "register_went_back")
-    wait_for("others to be gone", lambda: shard.alive() == {"a"})
+    until(lambda: shard.alive() == {"a"}, "others to be gone")
     few = shard.command("recover", "--yes")
     assert few.returncode == 1 and "1 of its replicas have promised it, 2 are needed" in few.stderr
     assert all(re.search(f"{name} +{id}", few.stderr) for name, id in shard.ids().items()), few.stderr
     shard.put(last.hold().encode())  # as a run that was killed leaves it
-    wait_for("a promise of the hold", lambda: shard.files("a").promised == shard.register())
+    until(lambda: shard.files("a").promised == shard.register(), "a promise of the hold")
     shard.start("b")
-    wait_for("b", lambda: shard.alive() == {"a", "b"} and shard.files("b").promised == shard.register())
+    until(lambda: shard.alive() == {"a", "b"} and shard.files("b").promised == shard.register(), "b")
     done = shard.command("recover", "--yes")
     assert done.returncode == 0, done.stderr
     shard.start("c")
@@ -307,7 +297,7 @@ def test_a_consul_restored_to_before_a_restart_keeps_nobody_out(tmp_path):
         url = f"http://{consul.address}/v1/snapshot"
         snapshot = httpx.get(url, trust_env=False, timeout=PATIENCE_S).raise_for_status().content
         shard.end("a")
-        wait_for("another leader", lambda: shard.register().epoch >= 2)
+        until(lambda: shard.register().epoch >= 2, "another leader")
         shard.start("a")
         shard.await_whole()
         httpx.put(url, content=snapshot, trust_env=False, timeout=PATIENCE_S).raise_for_status()
@@ -343,12 +333,12 @@ def test_a_replica_that_was_away_when_consul_was_restored_waits_for_its_own_sess
         shard.await_whole()
         snapshot = httpx.get(f"{url}/snapshot", trust_env=False).raise_for_status().content
         shard.end("a")
-        wait_for("an ISR without a", lambda: ids["a"] not in shard.register().isr)
+        until(lambda: ids["a"] not in shard.register().isr, "an ISR without a")
         httpx.put(f"{url}/snapshot", content=snapshot, trust_env=False, timeout=PATIENCE_S).raise_for_status()
-        wait_for("what is restored", lambda: ids["a"] in shard.register().isr and "a" in shard.alive())
+        until(lambda: ids["a"] in shard.register().isr and "a" in shard.alive(), "what is restored")
         entered = len(shard.events("a", "replica_entered"))
         shard.start("a", **place)
-        wait_for("a", lambda: found() or len(shard.events("a", "replica_entered")) > entered)
+        until(lambda: found() or len(shard.events("a", "replica_entered")) > entered, "a")
         for each in found():
             httpx.put(f"{url}/session/destroy/{each['session']}", trust_env=False).raise_for_status()
         shard.await_event("a", "replica_entered", entered + 1)
@@ -365,7 +355,7 @@ def test_a_register_with_a_former_value_is_obeyed_by_nobody_until_it_is_the_last
     shard.begin()
     former = shard.register().encode()
     shard.end("a")
-    wait_for("another leader", lambda: shard.register().epoch >= 2)
+    until(lambda: shard.register().epoch >= 2, "another leader")
     shard.start("a")
     shard.await_whole()
     last, ids = shard.register(), shard.ids()
@@ -389,7 +379,7 @@ def test_starts_without_consul_cost_nobody_its_id(shard):
     for start in (1, 2, 3):
         shard.start(*BROKERS, KMQ_CONSUL="127.0.0.1:1")
         for name in BROKERS:
-            wait_for("the mark of a start", lambda name=name: shard.files(name).identity.coming)
+            until(lambda name=name: shard.files(name).identity.coming, "the mark of a start")
             lost = shard.await_event(name, "replica_consul_lost", start)  # once a start, or nobody would know
             assert len(lost) == start
             shard.end(name)
@@ -413,6 +403,17 @@ def test_a_copy_of_a_running_replica_ends_with_69_and_names_the_holder(shard):
     assert shard.processes["b"].poll() is None
 
 
+def test_a_second_machine_with_the_name_of_a_running_broker_ends_with_69_and_names_its_place(shard):
+    shard.begin()
+    register, id = shard.register(), shard.ids()["b"]
+    shard.start("b2")
+    assert shard.processes["b2"].wait(timeout=PATIENCE_S) == 69
+    [failed] = shard.events("b2", "failed")
+    assert f"broker b of the shard s runs already (replica {id}, at 127.0.0.1:" in failed["reason"]
+    assert shard.processes["b"].poll() is None and shard.register() == register
+    assert json.loads(shard.command("status", "--json").stdout)["brokers"]["b"]["replica"] == id
+
+
 def test_a_copy_that_starts_when_its_original_has_gone_on_is_a_new_replica(shard):
     shard.begin()
     ids = shard.ids()
@@ -424,7 +425,7 @@ def test_a_copy_that_starts_when_its_original_has_gone_on_is_a_new_replica(shard
     shard.start("b2")
     [new] = shard.await_event("b2", "replica_new_id")
     assert new["before"] == ids["b"] != new["id"]
-    wait_for("the new replica in the ISR", lambda: new["id"] in shard.register().isr)
+    until(lambda: new["id"] in shard.register().isr, "the new replica in the ISR")
     assert ids["b"] not in shard.register().isr
 
 
@@ -565,23 +566,63 @@ def test_every_example_in_the_help_works_when_pasted(shard):
     assert len(lines) >= 6 and all(line.startswith("kmq cluster ") for line in lines)
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     for line in lines:
+        if "status" in line:  # after a resignation the next leader is starting for a moment
+            until(lambda: shard.command("status").returncode == 0, "open doors")
         environment = shard.environment("a", PATH=path)
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment, cwd=shard.root)
         assert (done.returncode, done.stderr) == (0, "") and done.stdout, f"{line}: {done.stdout}{done.stderr}"
         if "init" in line and "--dry-run" not in line:
             shard.await_whole()
+            until(lambda: shard.command("status").returncode == 0, "open doors")
 
 
 def test_status_shows_each_replica_and_a_shard_that_was_not_begun(shard):
     shown = shard.command("status")
     assert shown.returncode == 1 and "problem: not begun" in shown.stdout
     shard.begin()
-    shown = shard.command("status")
-    assert shown.returncode == 0 and "led by a since epoch 1; ISR" in shown.stdout, shown.stdout
+    shown = until(lambda: (found := shard.command("status")).returncode == 0 and found, "a status without a problem")
+    assert "led by a since epoch 1; ISR" in shown.stdout, shown.stdout
     found = json.loads(shard.command("status", "--json", broker="b").stdout)
     assert (found["leader"], found["role"], sorted(found["isr"])) == ("a", "following", ["a", "b", "c"])
     assert found["lineage"] == shard.register().lineage
     assert begin(found["lineage"], ["a"], None, "0" * 16).min_insync == 1
+    with socket.create_server(("127.0.0.1", 0)) as hanging:  # it accepts and answers nothing
+        began = time.monotonic()
+        known = shard.command("status", KMQ_CONSUL=f"127.0.0.1:{hanging.getsockname()[1]}")
+        assert time.monotonic() - began < 25, "a hanging Consul is waited for"
+    assert known.returncode == 1 and "led by a since epoch 1" in known.stdout, known
+    assert "problem: consul_unreachable: no answer within 3 s" in " ".join(known.stdout.split()), known.stdout
+    shard.end("c")
+
+    def lacks_c():
+        shown = shard.command("status")
+        return shown.returncode == 1 and "broker_away: c" in shown.stdout
+
+    until(lacks_c, "c named as away")
+
+
+def test_status_says_how_old_each_row_is_and_who_has_no_way_to_the_leader(shard):
+    shard.begin()
+
+    def found():
+        return json.loads(shard.command("status", "--json").stdout)
+
+    def are_young():
+        return all(time.time() - each["as_of"] < 60 for each in found()["brokers"].values())
+
+    until(are_young, "rows that are not old")
+    before = found()["brokers"]["b"]["as_of"]
+    until(lambda: found()["brokers"]["b"]["as_of"] > before, "a row that is said anew although nothing has moved")
+    until(lambda: [found()["brokers"][name]["role"] for name in "bc"] == ["following"] * 2, "two that follow")
+    shard.end("c")
+    (shard.root / "other").write_text(uuid.uuid4().hex)  # the leader refuses its connections; Consul does not
+    shard.start("c", KMQ_REPLICA_SECRET=f"{shard.root}/other")
+    shard.await_event("c", "replica_entered", 2)
+    shown = until(lambda: (done := shard.command("status")).stdout.count("not_following: c") and done, "c named")
+    assert shown.returncode == 1 and re.search(r"^c +\w+ +waiting +\d+ +\d+ +\d+ s ago", shown.stdout, re.M), (
+        shown.stdout
+    )
+    assert "not_following: b" not in shown.stdout
 
 
 def test_status_says_leading_only_when_the_doors_are_open(shard):
@@ -596,16 +637,16 @@ def test_status_says_leading_only_when_the_doors_are_open(shard):
     assert shard.command("init", "--brokers", "a,b,c").returncode == 0
     assert role() == "starting"
     shard.stages["a", "router"] = shard._start("a", "stages.router", {})
-    wait_for("open doors", lambda: role() == "leading")
+    until(lambda: role() == "leading", "open doors")
     assert shard.events("a", "doors_opened")
 
 
 def test_a_leader_that_hears_nobody_lets_another_one_lead_although_nothing_was_sent(shard):
     shard.begin(KMQ_SESSION_TTL="12s", KMQ_REPLICA_LAG="2s")
-    wait_for("open doors", lambda: shard.events("a", "doors_opened"))
+    until(lambda: shard.events("a", "doors_opened"), "open doors")
     for name in ("b", "c"):  # their sessions last longer than the lag: as if only their connections were cut
         shard.processes[name].send_signal(signal.SIGSTOP)
-    assert wait_for("another leader", lambda: shard.leader() != "a")
+    assert until(lambda: shard.leader() != "a", "another leader")
 
 
 @pytest.mark.parametrize("what", ["role", "framed"])
@@ -622,7 +663,7 @@ def test_a_follower_whose_page_or_ring_was_removed_follows_anew(shard, what):
                 shard.stages["b", stage] = shard._start("b", f"stages.{stage}", {})
         return len(shard.events("b", "leader_followed")) > 1
 
-    wait_for("a follower again", follows)
+    until(follows, "a follower again")
 
 
 def test_a_renewed_certificate_is_shown_to_new_connections_without_a_restart(shard, tmp_path):
@@ -644,14 +685,14 @@ def test_a_renewed_certificate_is_shown_to_new_connections_without_a_restart(sha
         shard.await_event(name, "certificates_kept")
     followed = {name: len(shard.events(name, "leader_followed")) for name in "bc"}
     shard.end("a")
-    wait_for("another leader", lambda: shard.register().epoch > 1)
+    until(lambda: shard.register().epoch > 1, "another leader")
     follower = "b" if shard.leader() == "c" else "c"
     shard.await_event(follower, "leader_followed", followed[follower] + 1)
     key.write_bytes(good)
     shard.start("a", KMQ_TLS_CERT=str(cert), KMQ_TLS_KEY=str(key), KMQ_TLS_HOST="127.0.0.1")
     Authority(tmp_path / "tls").issue("shared")
     for name in BROKERS:
-        wait_for("the new certificate", lambda name=name: shown(name) == cert.read_text() != before)
+        until(lambda name=name: shown(name) == cert.read_text() != before, "the new certificate")
     shard.await_whole()
     assert shard.processes["b"].poll() is None and shard.processes["b"].pid == pid
 
@@ -666,11 +707,11 @@ def test_where_all_must_have_a_message_a_lost_leader_is_followed_but_nothing_is_
     with open(shard.root / "a" / "pipes" / "raw", "wb") as raw:
         raw.write(b"t|0||kept\n")
     data = {name: f"{shard.root}/{name}/data" for name in BROKERS}
-    wait_for("the line on all disks", lambda: {wal.last_stored(each)[0] for each in data.values()} == {2})
+    until(lambda: {committed.shown_seq(each) for each in data.values()} == {2}, "the line, committed, on all disks")
     shard.end("a")
-    wait_for("another leader", lambda: shard.register().epoch > 1 and shard.leader() in "bc")
+    until(lambda: shard.register().epoch > 1 and shard.leader() in "bc", "another leader")
     for name in "bc":
-        wait_for("the record of another epoch", lambda name=name: wal.last_stored(data[name])[0] > 2)
+        until(lambda name=name: wal.last_stored(data[name])[0] > 2, "the record of another epoch")
         assert committed.shown_seq(data[name]) == 2, "it is not committed"
         assert not shard.events(name, "doors_opened")
     assert len(shard.register().isr) == 3, "who is away may have what others lack"
@@ -679,10 +720,10 @@ def test_where_all_must_have_a_message_a_lost_leader_is_followed_but_nothing_is_
     def is_open():
         return [each for name in BROKERS for each in shard.events(name, "doors_opened") if int(each["epoch"]) > 1]
 
-    wait_for("an open door", is_open)
+    until(is_open, "an open door")
     shard.await_whole()
     for each in data.values():
-        wait_for("more in its queues", lambda each=each: committed.shown_seq(each) > 2)
+        until(lambda each=each: committed.shown_seq(each) > 2, "more in its queues")
         assert b"||kept\n" in next(reader.read(each, 2, 2))
     shard.check()
 
@@ -710,9 +751,9 @@ def test_a_replica_without_room_for_its_promise_gives_its_key_back_and_returns(s
     shard.end("a")
     [full] = shard.await_event("c", "disk_full")
     assert full["file"].startswith(str(small_disk.parent)) and full["effect"]
-    wait_for("its key to be free", lambda: "c" not in shard.alive())
+    until(lambda: "c" not in shard.alive(), "its key to be free")
     shard.start("a")
-    wait_for("a leader with room", lambda: shard.leader() in "ab" and {"a", "b"} <= shard.alive())
+    until(lambda: shard.leader() in "ab" and {"a", "b"} <= shard.alive(), "a leader with room")
     assert shard.processes["c"].poll() is None and len(shard.events("c", "disk_full")) == 1
     status = json.loads(shard.command("status", "--json", group="", broker="c").stdout)
     assert "disk_full" in {reason["code"] for reason in status["reasons"]}, status["reasons"]

@@ -7,14 +7,14 @@ import shutil
 import signal
 import socket
 import threading
-import time
 
 import pytest
 from comparing import compared
 from made_data import append, write_data
 from made_up import no_room
-from test_shard import BROKERS, PATIENCE_S, wait_for
+from test_shard import BROKERS
 from test_shard_status import Brokers
+from waiting import until
 
 from kmq.log import checkpoint, committed, dropped, wal
 
@@ -37,7 +37,7 @@ class Copies(Brokers):
     def send(self, name, topic, count, payload="x" * 200):
         """Send plain lines; once more, from the first on, where a change of role ends the connection."""
         lines = "".join(f"{topic}|0||{payload}{number}\n" for number in range(count)).encode()
-        wait_for("lines to be taken", lambda: self._sent(name, lines))
+        until(lambda: self._sent(name, lines), "lines to be taken")
 
     def _sent(self, name, lines):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(self.port(name)))) as sock:
@@ -48,7 +48,7 @@ class Copies(Brokers):
             return True
 
     def port(self, name):
-        return wait_for("a port", lambda: (self.root / name / "pipes" / "ingress.port").read_text().strip())
+        return until(lambda: (self.root / name / "pipes" / "ingress.port").read_text().strip(), "a port")
 
     def events(self, name, event):
         log = self.root / name / "pipes" / "kmq.log"
@@ -72,7 +72,7 @@ class Copies(Brokers):
             routed = {max(checkpoint.routed_seq(each), *checkpoint.queue_end(each).values()) for each in directories}
             return len(ends) == 1 and ends == routed == {committed.shown_seq(each) for each in directories}
 
-        wait_for("the same end", are_even)
+        until(are_even, "the same end")
         found = compared(*directories)
         assert not [each.difference for each in found.values() if each.difference]
         return {log: (each.first, each.last) for log, each in found.items()}
@@ -165,14 +165,14 @@ def test_a_wiped_follower_and_one_that_retention_has_left_behind_come_back(copie
     shutil.rmtree(copies.data("b"))
     assert copies.kmq("a", "down").returncode == 0
     copies.up("a", "b", KMQ_RETENTION_BYTES="1MiB")
-    wait_for("the new replica in the ISR", lambda: copies.ids()["b"] in copies.register().isr)
+    until(lambda: copies.ids()["b"] in copies.register().isr, "the new replica in the ISR")
     leader = copies.leader()
     end = wal.last_stored(str(copies.data("c")))[0]
     for _ in range(200):
         copies.send(leader, "t", 500)
         if wal.first_seq(str(copies.data(leader))) > end + 1:
             break
-    wait_for("retention", lambda: wal.first_seq(str(copies.data(leader))) > end + 1)
+    until(lambda: wal.first_seq(str(copies.data(leader))) > end + 1, "retention")
     copies.up("c")
     copies.await_whole()
     copies.await_same()
@@ -181,6 +181,7 @@ def test_a_wiped_follower_and_one_that_retention_has_left_behind_come_back(copie
         assert not [*copies.data(name).glob("bootstrap*")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("killed", ["leader", "follower"])
 def test_a_kill_in_the_middle_begins_the_bootstrap_again(copies, killed):
     copies.up("a", "b", "c")
@@ -196,9 +197,7 @@ def test_a_kill_in_the_middle_begins_the_bootstrap_again(copies, killed):
     incoming, has_killed = copies.data(wiped) / "bootstrap", threading.Event()
 
     def strike():
-        until = time.monotonic() + PATIENCE_S
-        while not (incoming / "topics/t/0").exists() and time.monotonic() < until:
-            time.sleep(0.001)
+        until((incoming / "topics/t/0").exists, "the first records", every_s=0.001)
         copies.tell_replica(leader, signal.SIGSTOP)  # so that it is in the middle for as long as this takes
         if incoming.exists() and not (incoming / "whole").exists():
             has_killed.set()

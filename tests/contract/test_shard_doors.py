@@ -8,8 +8,9 @@ from contextlib import closing
 
 import pytest
 from api_client import Api
-from test_shard import BROKERS, wait_for
+from test_shard import BROKERS
 from test_shard_status import Brokers
+from waiting import until
 
 from kmq.log import wal
 
@@ -61,7 +62,7 @@ def test_what_is_not_committed_is_neither_confirmed_nor_shown_and_the_same_id_st
         assert brokers.kmq(name, "up", *(["--no-gateway"] if name != "a" else []), **LAG).returncode == 0
     brokers.init()
     brokers.await_whole()
-    wait_for("an open door", lambda: brokers.status("a")["ready"] and (brokers.root / "a/pipes/http.port").exists())
+    until(lambda: brokers.status("a")["ready"] and (brokers.root / "a/pipes/http.port").exists(), "an open door")
     replicas = [
         next(each["pid"] for each in brokers.status(name)["stages"] if each["name"] == "replica") for name in "bc"
     ]
@@ -87,7 +88,7 @@ def test_what_is_not_committed_is_neither_confirmed_nor_shown_and_the_same_id_st
             listed = api.get("/v1/logs?topic=__append&topic=t").value
             assert [each["end_offset"] for each in listed] == [seq, 1]
 
-            wait_for("a refusal", lambda: "not_enough_replicas" in brokers.kmq("a", "status").stdout)
+            until(lambda: "not_enough_replicas" in brokers.kmq("a", "status").stdout, "a refusal")
             assert brokers.readyz("a")[0] == 200, "who reads is served"
             assert door.unit(3, 3, 4) == [f"!err {n} not_enough_replicas" for n in (3, 4, 5)]
             assert api.post(produce, {"value": "eA=="}).refusal[:2] == (503, "not_enough_replicas")
@@ -97,11 +98,11 @@ def test_what_is_not_committed_is_neither_confirmed_nor_shown_and_the_same_id_st
         finally:
             for pid in replicas:
                 os.kill(pid, signal.SIGCONT)
-        wait_for("an end of refusing", lambda: "not_enough_replicas" not in brokers.kmq("a", "status").stdout)
+        until(lambda: "not_enough_replicas" not in brokers.kmq("a", "status").stdout, "an end of refusing")
         assert api.get(f"{read}&offset=9").refusal[1] == "out_of_range"
         again = api.post(produce, {"value": "dHdv", "id": "two"}).value
         assert (again["offset"], again["duplicate"]) == (1, True), again
-        wait_for("an ack", lambda: ack(brokers, seq) == "ACK")
+        until(lambda: ack(brokers, seq) == "ACK", "an ack")
         with closing(Door(brokers)) as again:
             assert again.unit(2, 3, 4) == [f"!ack 2 {seq + 2}", "!last 4"]
         for each in (door, by_way_of_b):

@@ -11,8 +11,9 @@ from chaos.kafka_copier import GROUP, SOURCE, TARGET, Copier
 from confluent_kafka import Consumer, KafkaException, Producer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 from consuls import free_ports
-from test_shard import BROKERS, PATIENCE_S, wait_for
+from test_shard import BROKERS
 from test_shard_clients import HOST, Whole
+from waiting import PATIENCE_S, collect, meanwhile, until
 
 import kmq
 from kmq.log import reader
@@ -73,7 +74,7 @@ def test_clients_are_told_all_brokers_and_who_leads(shard):
         found = admin.list_topics(timeout=PATIENCE_S)
         return found if all(len(each.isrs) == 3 for each in found.topics["t"].partitions.values()) else None
 
-    found = wait_for("an ISR of three", whole)
+    found = until(whole, "an ISR of three")
     ports = {node: str(each.port) for node, each in found.brokers.items()}
     assert ports == dict(enumerate(shard.ports.values(), 1))
     nodes = dict(zip(BROKERS, ports, strict=True))
@@ -90,7 +91,7 @@ def test_clients_are_told_all_brokers_and_who_leads(shard):
         found = admin.list_topics(timeout=PATIENCE_S).brokers.get(nodes["c"])
         return found and (found.host, found.port) == ("kafka.example", 19092)
 
-    wait_for("the address that c advertises", place)
+    until(place, "the address that c advertises")
 
 
 def id_of(options, topic):
@@ -103,7 +104,7 @@ def id_of(options, topic):
 def test_a_killed_leader_costs_a_producer_and_a_group_nothing(shard, protocol):
     """Each record is stored once, in order, at the offset that its producer was told.
 
-    The group goes on from what it has committed: the next leader does not know its members.
+    The group goes on from what it has committed, with its member.
     """
     options = shard.bootstrap()
     producer = Producer(options | {"enable.idempotence": True, "linger.ms": 1, "acks": "all"})
@@ -115,37 +116,31 @@ def test_a_killed_leader_costs_a_producer_and_a_group_nothing(shard, protocol):
     assert {*id} != {"A"}, "zeros, in base64"
     consumer = Consumer(group | {"enable.auto.commit": False})
     consumer.subscribe(["t"])
-    read, is_over = [], threading.Event()
+    read = []
 
     def consume():
-        while not is_over.is_set():
-            message = consumer.poll(0.2)
-            if message is not None and message.error() is None:
-                read.append((message.offset(), int(message.value())))
-            if read and (message is None or len(read) % 50 == 0):
-                with suppress(KafkaException):  # there is nothing new
-                    consumer.commit(asynchronous=True)
+        message = consumer.poll(0.2)
+        if message is not None and message.error() is None:
+            read.append((message.offset(), int(message.value())))
+        if read and (message is None or len(read) % 50 == 0):
+            with suppress(KafkaException):  # there is nothing new
+                consumer.commit(asynchronous=True)
 
-    thread = threading.Thread(target=consume, daemon=True)
-    thread.start()
-    try:
-        wait_for("the first records", lambda: len(read) >= 200)
+    with meanwhile(consume):
+        until(lambda: len(read) >= 200, "the first records")
         leader, offsets = shard.leader(), {}
         producing = threading.Thread(target=lambda: offsets.update(delivered(producer, "t", range(200, 2000))))
         producing.start()
-        wait_for("records on their way", lambda: len(read) > 300)
+        until(lambda: len(read) > 300, "records on their way")
         shard.kill(leader)
         producing.join(PATIENCE_S)
         assert not producing.is_alive() and sorted(offsets) == list(range(200, 2000)), "the rest was not delivered"
         assert shard.leader() != leader
         assert id_of(options, "t") == id, "replicas know it by another id"
-        wait_for("all records", lambda: (1999, 1999) in read)
+        until(lambda: (1999, 1999) in read, "all records")
         looking, where = Consumer(group), [TopicPartition("t", 0)]
-        wait_for("the last commit", lambda: looking.committed(where, PATIENCE_S)[0].offset == 2000)
+        until(lambda: looking.committed(where, PATIENCE_S)[0].offset == 2000, "the last commit")
         looking.close()
-    finally:
-        is_over.set()
-        thread.join(PATIENCE_S)
     assert all(offset == value for offset, value in read), "each is stored once, in order"
     steps = [(before, after) for (before, _), (after, _) in pairwise(read) if after != before + 1]
     assert {offset for offset, _ in read} == set(range(2000)) and len(steps) <= 2
@@ -158,10 +153,7 @@ def test_a_killed_leader_costs_a_producer_and_a_group_nothing(shard, protocol):
     after = Consumer(group)
     after.subscribe(["t"])
     delivered(producer, "t", [2000])
-    deadline, found = time.monotonic() + PATIENCE_S, None
-    while found is None and time.monotonic() < deadline:
-        message = after.poll(0.5)
-        found = message if message is not None and message.error() is None else None
+    [found] = collect(1, lambda: [each for each in after.consume(1, 0.5) if each.error() is None])
     assert (found.offset(), found.leader_epoch()) == (2000, epochs[0]["epoch"])
     after.close()
 
@@ -177,15 +169,15 @@ def test_a_start_is_the_same_at_every_replica_and_at_the_next_leader(shard):
     def firsts():
         return {reader.partition(f"{shard.root}/{name}/data", "t", 0).first_offset for name in BROKERS}
 
-    wait_for("the same start everywhere", lambda: firsts() == {42})
+    until(lambda: firsts() == {42}, "the same start everywhere")
     leader = shard.leader()
     shard.kill(leader)
-    wait_for("another leader", lambda: shard.leader() != leader)
+    until(lambda: shard.leader() != leader, "another leader")
     delivered(producer, "t", range(100, 110))
     consumer = Consumer(options | {"group.id": "g", "auto.offset.reset": "earliest"})
     consumer.assign([TopicPartition("t", 0, 0)])
     read = []
-    wait_for("the rest", lambda: read.append(consumer.poll(1)) or (read[-1] and read[-1].offset() == 109))
+    until(lambda: read.append(consumer.poll(1)) or (read[-1] and read[-1].offset() == 109), "the rest")
     consumer.close()
     assert [int(each.value()) for each in read if each and not each.error()] == [*range(42, 110)]
 
@@ -205,16 +197,76 @@ def test_transactions_go_on_at_the_next_leader(shard):
     try:
         for count in (700, 1400):
             leader = shard.leader()
-            wait_for(f"{count} records", lambda leader=leader, count=count: len(copied(leader)) >= count)
+            until(lambda leader=leader, count=count: len(copied(leader)) >= count, f"{count} records")
             shard.kill(leader)
-            wait_for("the next leader", lambda leader=leader: shard.leader() not in (leader, None))
+            until(lambda leader=leader: shard.leader() not in (leader, None), "the next leader")
             assert shard.kmq(leader, "up").returncode == 0
             shard.await_whole()
         for name in BROKERS:
-            wait_for(f"all records at {name}", lambda name=name: len(copied(name)) >= len(sent))
+            until(lambda name=name: len(copied(name)) >= len(sent), f"all records at {name}")
             assert copied(name) == sent
         looking, where = Consumer(options | {"group.id": GROUP}), [TopicPartition(SOURCE, 0)]
-        wait_for("the last offset", lambda: looking.committed(where, PATIENCE_S)[0].offset == len(sent))
+        until(lambda: looking.committed(where, PATIENCE_S)[0].offset == len(sent), "the last offset")
         looking.close()
     finally:
         copier.close()
+
+
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_a_resign_and_a_killed_leader_are_no_rebalance(shard, protocol):
+    """Two members keep their ids, partitions and generation, and their commits go through at the next leader."""
+    admin = AdminClient(shard.bootstrap())
+    admin.create_topics([NewTopic("t", 4, replication_factor=3)])["t"].result(PATIENCE_S)
+    producer = Producer(shard.bootstrap())
+    for number in range(40):
+        producer.produce("t", b"%d" % number, partition=number % 4)
+    producer.flush(PATIENCE_S)
+    group = shard.bootstrap() | {"group.id": "g", "auto.offset.reset": "earliest", "enable.auto.commit": False}
+    group |= {"group.protocol": protocol} | ({"session.timeout.ms": 45_000} if protocol == "classic" else {})
+    changes = []
+    members = [Consumer(group | {"client.id": f"m{number}"}) for number in range(2)]
+    for member in members:
+        member.subscribe(["t"], *[lambda _, partitions: changes.append(len(partitions))] * 2)
+
+    def are_sharing():
+        for member in members:
+            member.poll(0.2)
+        return [len(member.assignment()) for member in members] == [2, 2]
+
+    until(are_sharing, "two members that share")
+    time_to_settle = time.monotonic() + 3
+    until(lambda: are_sharing() and time.monotonic() > time_to_settle, "a stable group")
+    before = [(member.memberid(), member.assignment()) for member in members]
+    changes.clear()
+    fatal = ("UNKNOWN_MEMBER_ID", "ILLEGAL_GENERATION", "REBALANCE_IN_PROGRESS", "FENCED", "STALE_MEMBER_EPOCH")
+
+    def commit(number):
+        """Commit in each partition, again while nobody leads."""
+        for member in members:
+            offsets = [TopicPartition(each.topic, each.partition, number) for each in member.assignment()]
+
+            def is_done(member=member, offsets=offsets):
+                try:
+                    done = member.commit(offsets=offsets, asynchronous=False)
+                except KafkaException as error:
+                    name = error.args[0].name().lstrip("_")
+                    assert name not in fatal, f"{name} after {number - 1} changes of the leader"
+                    member.poll(0.2)
+                    return False
+                return all(each.error is None for each in done)
+
+            until(is_done, "a commit")
+
+    commit(1)
+    leader = shard.leader()
+    done = shard.kmq(leader, "cluster", "resign", "--wait", "--timeout", "60s")
+    assert done.returncode == 0, done.stderr
+    commit(2)
+    shard.kill(shard.leader())
+    commit(3)
+    time_to_settle = time.monotonic() + 8  # several heartbeats: whoever is told to join again does so
+    until(lambda: are_sharing() and time.monotonic() > time_to_settle, "quiet")
+    assert [(member.memberid(), member.assignment()) for member in members] == before
+    assert changes == []
+    for member in members:
+        member.close()

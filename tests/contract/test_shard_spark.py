@@ -8,8 +8,9 @@ import httpx
 import pytest
 from consuls import free_ports
 from pyspark.sql.types import StringType, StructField, StructType
-from test_shard import BROKERS, wait_for
+from test_shard import BROKERS
 from test_shard_clients import Whole
+from waiting import PATIENCE_S, until
 
 import kmq
 from kmq.spark.sink.sender import Senders
@@ -19,7 +20,6 @@ from kmq.spark.source.group import GroupOffsets
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.stream_reader import StreamReader
 
-PATIENCE_S = 120.0  # a JVM beside three brokers
 MESSAGES = 200
 VALUE = StructType([StructField("value_text", StringType())])
 
@@ -92,7 +92,7 @@ def test_a_task_a_checkpoint_and_a_writer_go_on_when_the_leader_is_killed(shard)
 
     def await_routed(name, count):
         path = shard.root / name / "data" / "t.log"
-        wait_for(f"{count} records", lambda: path.exists() and path.read_bytes().count(b"\n") == count)
+        until(lambda: path.exists() and path.read_bytes().count(b"\n") == count, f"{count} records")
 
     with Senders(written, 0) as senders:
         senders.send("job", lines(1))
@@ -168,10 +168,10 @@ def test_a_leader_that_is_killed_in_mid_query_costs_source_and_sink_a_retry(spar
     try:
         leader = shard.leader()
         left = next(name for name in BROKERS if name != leader)
-        wait_for("copies", lambda: copied(left), PATIENCE_S)
+        until(lambda: copied(left), "copies")
         shard.kill(leader)
         send()  # what is left of the first messages, or at least these, goes through the next leader
-        wait_for("all copies", lambda: copied(left).total() >= len(sent), PATIENCE_S)
+        until(lambda: copied(left).total() >= len(sent), "all copies")
     finally:
         query.stop()
     assert copied(left) == Counter(sent), "each once"

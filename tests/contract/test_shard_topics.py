@@ -7,8 +7,9 @@ import signal
 import pytest
 from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
-from test_shard import BROKERS, PATIENCE_S, wait_for
+from test_shard import BROKERS
 from test_shard_status import Brokers
+from waiting import PATIENCE_S, until
 
 import kmq
 from kmq.log import topic_changes
@@ -48,22 +49,22 @@ def test_the_leader_alone_changes_topics_and_its_successor_reaches_what_the_flee
     brokers.init()
     brokers.await_whole()
     for name in BROKERS:
-        wait_for(f"readiness of {name}", lambda name=name: brokers.status(name)["ready"])
+        until(lambda name=name: brokers.status(name)["ready"], f"readiness of {name}")
 
     refused = brokers.kmq("b", "topics", "create", "x")
     assert refused.returncode == 69 and "run it at broker a" in refused.stderr, refused
     assert brokers.kmq("a", "topics", "create", "x").returncode == 0
-    wait_for("x", lambda: topics(brokers, "b") == {"x": 1})
+    until(lambda: topics(brokers, "b") == {"x": 1}, "x")
     for change in (("set", "x", "segment_age=1d"), ("delete", "x", "--yes")):
         assert brokers.kmq("b", "topics", *change).returncode == 69
     data = f"{brokers.root}/b/data"
     laid = topic_changes.submit(data, topic_changes.CREATE, "laid", {"partitions": "2"})
-    wait_for("a refusal", lambda: not laid.is_waiting)
-    wait_for("a line of it", lambda: [each for each in logged(brokers, "b", "request_refused") if "topic=laid" in each])
+    until(lambda: not laid.is_waiting, "a refusal")
+    until(lambda: [each for each in logged(brokers, "b", "request_refused") if "topic=laid" in each], "a line of it")
 
     assert brokers.kmq("a", "fleet", "topics", "create", "orders", "--partitions", "3").returncode == 0
     for name in BROKERS:
-        wait_for(f"orders at {name}", lambda name=name: topics(brokers, name) == {"x": 1, "orders": 3})
+        until(lambda name=name: topics(brokers, name) == {"x": 1, "orders": 3}, f"orders at {name}")
     refusals = {name: logged(brokers, name, "request_refused") for name in BROKERS}
     assert not refusals["a"] and not refusals["c"] and len(refusals["b"]) == 1, refusals
 
@@ -72,13 +73,13 @@ def test_the_leader_alone_changes_topics_and_its_successor_reaches_what_the_flee
     try:
         assert brokers.kmq("b", "fleet", "topics", "create", "late", "--partitions", "2").returncode == 0
         for name in BROKERS:
-            wait_for(f"the mark of {name}", lambda name=name: "late" in states(brokers, name))
+            until(lambda name=name: "late" in states(brokers, name), f"the mark of {name}")
         assert brokers.kmq("a", "cluster", "resign").returncode == 0
-        wait_for("late", lambda: any(topics(brokers, name).get("late") == 2 for name in "bc"))
+        until(lambda: any(topics(brokers, name).get("late") == 2 for name in "bc"), "late")
     finally:
         os.kill(framer, signal.SIGCONT)
     for name in BROKERS:
-        wait_for(f"late at {name}", lambda name=name: topics(brokers, name) == {"x": 1, "orders": 3, "late": 2})
+        until(lambda name=name: topics(brokers, name) == {"x": 1, "orders": 3, "late": 2}, f"late at {name}")
 
 
 def test_a_topic_is_truncated_once_every_broker_of_the_shard_is_of_this_release(brokers):
@@ -92,7 +93,7 @@ def test_a_topic_is_truncated_once_every_broker_of_the_shard_is_of_this_release(
     brokers.init()
     brokers.await_whole()
     for name in BROKERS:
-        wait_for(f"readiness of {name}", lambda name=name: brokers.status(name)["ready"])
+        until(lambda name=name: brokers.status(name)["ready"], f"readiness of {name}")
     ingress, kafka = (
         (brokers.root / "a" / "pipes" / f"{name}.port").read_text().strip() for name in ("ingress", "kafka")
     )
@@ -110,11 +111,11 @@ def test_a_topic_is_truncated_once_every_broker_of_the_shard_is_of_this_release(
 
     assert brokers.kmq("c", "down").returncode == 0
     assert brokers.kmq("c", "up").returncode == 0
-    wait_for("the next level", lambda: brokers.register().level == 2)
-    wait_for("a line of it", lambda: any(logged(brokers, name, "replica_level") for name in BROKERS))
+    until(lambda: brokers.register().level == 2, "the next level")
+    until(lambda: any(logged(brokers, name, "replica_level") for name in BROKERS), "a line of it")
     done = brokers.kmq("a", *truncate)
     assert done.returncode == 0 and "deleted" in done.stdout, done
 
     assert brokers.kmq("c", "down").returncode == 0
     brokers.kmq("c", "up", PYTHONPATH=str(older))
-    wait_for("a refusal", lambda: [each for each in logged(brokers, "c", "failed") if "install a later one" in each])
+    until(lambda: [each for each in logged(brokers, "c", "failed") if "install a later one" in each], "a refusal")

@@ -1,4 +1,4 @@
-"""52 records of which each has something that some broker, client or line of text has stumbled over."""
+"""54 records of which each has something that some broker, client or line of text has stumbled over."""
 
 from record_lines import Header, Row
 
@@ -29,6 +29,8 @@ _VALUES: dict[str, bytes | None] = {
     "value binary": EVERY_BYTE,
     "value newline": b"\n",
     "value lines": b"one\ntwo\n",
+    "value line": "gr\u00fcn|;enc=lf|\r\n".encode(),
+    "value line and newline": b"one\n\n",
     "value CR": b"a\r",
     "value tab": b"\ta\t",
     "value NUL": b"\0",

@@ -20,7 +20,6 @@ LEFT_OUT = {
     "test_describe_configs_broker_resource_returns_configs": "advertised.listeners: Metadata says where a client comes in",
     "test_kafka_version_infer": "from the versions of keys it takes us for Kafka 3.1",
     "test_group": "its session of less than 6 s: its own broker is configured to allow that",
-    "test_transactional_producer_offsets": "it commits an offset beyond the end, which is refused",
 }
 OF_BROKERS = ("ssl", "sasl")  # they configure and start Kafka themselves
 

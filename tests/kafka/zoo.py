@@ -97,9 +97,21 @@ def _command(name: str) -> list[str] | str:
     client = CLIENTS[name]
     if client.program:
         return [sys.executable, str(ROOT / "tests/kafka/clients" / client.program)]
+    return _fetched(client.name)
+
+
+def _fetched(name: str) -> list[str] | str:
     script, env = ROOT / "scripts/kafka-clients", os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run([script, client.name], capture_output=True, text=True, timeout=_FETCH_S, env=env)
+    done = subprocess.run([script, name], capture_output=True, text=True, timeout=_FETCH_S, env=env)
     return done.stdout.splitlines() if done.returncode == 0 else done.stderr.strip()[-500:]
+
+
+def program(name: str) -> list[str]:
+    """Return the command of a program that is no client of CLIENTS. Skip the test if it cannot be had, and fail it in CI."""
+    found = _fetched(name)
+    if isinstance(found, str):
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"{name}: {found}")
+    return found
 
 
 def has(client: Client) -> bool:

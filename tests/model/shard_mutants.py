@@ -338,7 +338,7 @@ def reset(world: World, broker: str) -> None:
     world.ends[broker] = 0
     world.start(broker)
     id = world.running[broker].replica.files.identity.id
-    world.until("a new replica", lambda: world.keys.note(id) in world.consul.state.pairs, [broker])
+    world.until("a new replica", lambda: world.keys.note(id) in world.consul.state.pairs)
 
 
 def does_not_ask_new_ones(world: World) -> None:

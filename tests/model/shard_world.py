@@ -130,6 +130,9 @@ class StillWork:
     def opened(self) -> int:
         return 0
 
+    def followed(self) -> int:
+        return 0
+
     def doors(self) -> dict[str, str]:
         return {}
 
@@ -154,6 +157,9 @@ class StillWork:
 
     def is_behind(self, replica: str) -> bool:
         return not self.hears(replica)
+
+    def is_slow(self, replica: str) -> bool:
+        return False
 
 
 class Judge:
@@ -236,7 +242,7 @@ class World:
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def start(self, broker: str) -> None:
-        """Start a replica, unless it runs."""
+        """Start a replica, unless it runs. The first letter of its name is its broker."""
         if broker in self.running:
             return
         directory, log = self.root / broker, Silent()
@@ -246,8 +252,8 @@ class World:
         if broker not in self.restored and files.identity.id in self.judge.promised:
             demand(promised == self.judge.promised[files.identity.id], f"{broker} has lost its promise")
         replica = self.code.replica.Replica(
-            files, self.keys, broker, "0" * 32, TTL_S, LAG_S, StillWork(self, broker), lambda: "", lambda: False, log,
-            lambda: self.now,
+            files, self.keys, broker[0], "0" * 32, TTL_S, LAG_S, StillWork(self, broker), lambda: f"{broker}:5677",
+            lambda: False, log, lambda: self.now,
         )  # fmt: skip
         process = Process(broker, directory, replica.live(), replica, log)
         self.running[broker] = process
@@ -320,6 +326,8 @@ class World:
             read = self.code.register.decode
             old, new = (read(one.value, "") if one else None for one in (written.before, written.after))
             self.judge.on_register(old, new, process)
+        elif "/" in written.key.removeprefix(self.keys.root):
+            pass  # the lock of a broker's name, or a promise that is shown
         elif written.after is not None and process is not None and written.after.session:
             note = self.code.shard.decode_note(written.after.value)
             replica = written.key.rpartition("/")[2]
@@ -418,7 +426,7 @@ class World:
         """Start all brokers, and begin the shard with the command's code."""
         for broker in BROKERS:
             self.start(broker)
-        entered = lambda: sum(pair.session != "" for pair in self.consul.state.pairs.values()) == len(BROKERS)  # noqa: E731
+        entered = lambda: all(process.replica._start for process in self.running.values())  # noqa: E731
         self.until("an entry of all", entered)
         self.run(self.code.shard.init(self.keys, [*BROKERS], None, False))
 

@@ -1,8 +1,12 @@
 """Elections of a shard, its promises and identities: the real code on a simulated Consul, in any order."""
 
+import shutil
+
 import pytest
 from shard_mutants import MUTANTS, RECOVERIES, attempt, find, walk
-from shard_world import BROKERS, World, load
+from shard_world import BROKERS, Broken, World, load
+
+from kmq.errors import BusyError
 
 KINDS = ["", "volume", "consul", "emptied"]
 
@@ -96,6 +100,20 @@ def test_a_leader_that_hears_nobody_lets_nobody_leave_the_isr(world, heard):
     assert {broker for broker, id in ids.items() if id in world.register.isr} == ({"a", "b"} if heard else {*"abc"})
 
 
+@pytest.mark.parametrize("slow", ["b", "bc"])
+def test_a_slow_member_leaves_the_isr_as_long_as_enough_remain(world, slow):
+    ids = {broker: process.replica.files.identity.id for broker, process in world.running.items()}
+    work, turns = world.running["a"].replica._work, iter(range(60))
+    may_join, are_slow = work.may_join, {ids[broker] for broker in slow}
+    work.may_join = lambda replica: replica not in are_slow and may_join(replica)
+    work.hears = lambda replica: True
+    work.is_slow = lambda replica: replica in are_slow
+    world.until("some turns", lambda: next(turns, None) is None)
+    assert len(world.register.isr) == 2 and ids["a"] in world.register.isr
+    are_slow.clear()
+    world.until("the whole ISR", lambda: {*world.register.isr} == {*ids.values()})
+
+
 def test_resign_lets_another_member_lead(world):
     assert world.run(world.code.shard.resign(world.keys, "b")) is None
     successor = world.run(world.code.shard.resign(world.keys, "a"))
@@ -149,6 +167,65 @@ def test_a_replica_between_two_sessions_when_consul_was_restored_ends_its_former
     world.beats |= dict.fromkeys(world.consul.state.sessions[former].checks, world.now + 1000.0)
     world.until("another start of c", lambda: replica._start != start)
     world.heal()
+
+
+def await_refusal(world, *brokers):
+    """Let these go on until one ends, and return why."""
+    with pytest.raises(Broken, match="has ended"):
+        world.until("an end", lambda: False, brokers)
+    [error] = world.failed
+    assert isinstance(error, BusyError)
+    return str(error)
+
+
+def test_a_second_machine_with_the_name_of_a_broker_ends_and_changes_nothing(world):
+    register, id = world.register, world.ids["b"]
+    world.start("b2")
+    said = await_refusal(world, *BROKERS, "b2")
+    assert f"broker b of the shard s runs already (replica {id}, at b:5677)" in said
+    assert world.running.keys() == {*BROKERS} and world.register == register
+    view = world.run(world.code.shard.read_shard(world.keys))
+    assert world.code.shard.document("s", "a", view)["brokers"]["b"]["replica"] == id
+
+
+def test_of_two_machines_that_begin_under_one_name_at_once_one_enters(world):
+    lose(world, "c")
+    world.start("c1"), world.start("c2")
+    said = await_refusal(world, "a", "b", "c1", "c2")
+    [left] = {"c1", "c2"} & world.running.keys()
+    assert f"(replica {world.ids[left]}, at {left}:5677)" in said
+    world.until("its place in the ISR", lambda: world.ids[left] in world.register.isr, ["a", "b", left])
+
+
+def test_a_broker_whose_disk_was_wiped_enters_when_its_former_session_is_over(world):
+    former = world.ids["b"]
+    world.kill("b")
+    shutil.rmtree(world.root / "b")
+    world.restored.add("b")
+    world.start("b")
+    world.heal()
+    assert world.ids["b"] != former and former not in world.register.isr
+
+
+def test_a_replica_that_takes_a_new_id_in_its_life_ends_its_own_session(world):
+    replica, former = world.running["b"].replica, world.ids["b"]
+    went_back = iter([True])
+    replica._work.went_back = lambda: next(went_back, False)
+    world.restored.add("b")
+    world.until("a new replica in the ISR", lambda: world.ids["b"] != former and world.ids["b"] in world.register.isr)
+    assert former not in world.register.isr
+    assert "replica_own_session_found" in dict(world.running["b"].log.lines)
+
+
+def test_two_living_replicas_of_a_broker_are_shown_by_the_one_in_the_isr(world):
+    """A release before this one lets a second one in."""
+    view = world.run(world.code.shard.read_shard(world.keys))
+    true = view.members[world.ids["b"]]
+    for id in ("0" * 16, "f" * 16):
+        members = {**view.members, id: true._replace(id=id)}
+        for ordered in (members, dict(reversed(members.items()))):
+            shown = world.code.shard.document("s", "a", view._replace(members=ordered))
+            assert shown["brokers"]["b"]["replica"] == true.id
 
 
 def test_what_a_restored_consul_has_forgotten_is_noted_again_and_recovered(world):

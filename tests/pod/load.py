@@ -12,7 +12,7 @@ import random
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from chaos.acked import AckedLoad, account
@@ -21,26 +21,18 @@ from chaos.load import Lines, TcpLoad
 from chaos.producer_load import ProducerLoad
 from chaos.producer_load import judge as judge_producers
 from play import Pod
+from waiting import PATIENCE_S, until
 
 from kmq.broker import stats
 from kmq.client.connection import ServerAddress
 from kmq.config.settings import SHM, STAGES
 from kmq.links import fifo, layout
 
-PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
 NOBODY = (errno.ETIMEDOUT, errno.EHOSTUNREACH)  # what the kernel says of an address that nobody has
 GONE_S = 20.0  # within it something of a pod's kernel answers, whatever its processes do
 PORT = 5673  # lines in
 KEEP_ALL = {"KMQ_RETENTION_BYTES": "none"}  # settings of a pod whose whole WAL is judged
 _number = itertools.count(1)
-
-
-def wait(condition: Callable[[], object], what: str | Callable[[], str], every_s: float = 0.02) -> None:
-    """Until `condition`; else `what` did not come."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what if isinstance(what, str) else what()}"
-        time.sleep(every_s)
 
 
 def connect(pod: Pod) -> socket.socket:
@@ -140,7 +132,7 @@ class Traffic:
                     raise load.error
             return all(load.count >= base + count for load, base in zip(self.loads, before, strict=True))
 
-        wait(flows, lambda: f"{count} more messages of each; {before} → {[load.count for load in self.loads]}")
+        until(flows, f"{count} more of each than {before}", lambda: [load.count for load in self.loads])
 
     def fifo_is_lost(self) -> None:
         """All stages died at once: also of a connection that had ended in order the last lines may be missing."""
@@ -166,7 +158,7 @@ def judge_files(data: Path) -> None:
     """G3: seqs are contiguous; each record is in its queue once, in order. Nothing may be on its way."""
     report = check(data)
     if report.kinds == {"index"}:  # of a living broker: what was written last is indexed within a second
-        wait(lambda: not check(data).counts, lambda: str(check(data)), every_s=0.2)
+        until(lambda: not check(data).counts, instead=lambda: check(data))
     else:
         assert not report.counts, str(report)
     assert report.records, "the WAL is empty: this shows nothing"
@@ -223,4 +215,4 @@ def waiting_bytes(pod: Pod) -> int:
 
 
 def settle(pod: Pod) -> None:
-    wait(lambda: is_settled(pod), lambda: f"the links are empty: {states(pod)}")
+    until(lambda: is_settled(pod), "the links are empty", lambda: states(pod))

@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,8 +21,9 @@ import play as player
 import pytest
 from chaos.checker import Stream
 from chaos.load import PIPE_BUF, Lines
-from load import KEEP_ALL, Traffic, connect, instance, judge_files, rows, settle, states, traffic_to, wait
+from load import KEEP_ALL, Traffic, connect, instance, judge_files, rows, settle, states, traffic_to
 from play import Kubelet, Pod
+from waiting import meanwhile, until
 
 import kmq
 from kmq.config.settings import STAGES
@@ -151,7 +151,7 @@ def kill(pod: Pod, *victims: str) -> None:
         row = rows(pod)[name]
         return row.started != started[name] and row.state_name == "ready"
 
-    wait(lambda: all(map(is_back, victims)), lambda: f"{victims} come back: {states(pod)}")
+    until(lambda: all(map(is_back, victims)), f"{victims} come back", lambda: states(pod))
     for name, (pid, restarts) in before.items():
         assert pod.restarts(name) == restarts + 1
         assert pod.pid(name) != pid
@@ -195,11 +195,11 @@ def test_a_stopped_stage_fails_its_own_liveness_and_recovers(pod: Pod, rng: rand
     with traffic_to(pod, rng) as traffic:
         unbroken = breaks(traffic)
         with stopped(pod, victim):
-            wait(lambda: pod.probe(victim, "liveness"), f"liveness of {victim} fails", every_s=0.5)
+            until(lambda: pod.probe(victim, "liveness"), f"liveness of {victim} fails")
             assert pod.probe(victim, "readiness")
             assert pod.probe("gateway", "readiness"), "the whole broker is not"
             others = [container for container in pod.containers if container != victim]
-            wait(lambda: not any(pod.probe(container, "liveness") for container in others), "liveness of all others")
+            until(lambda: not any(pod.probe(container, "liveness") for container in others), "liveness of all others")
             if victim in ("framer", "durability"):
                 count = traffic.answered.count
                 assert traffic.answered.sent > count, "nothing waits: this shows nothing"
@@ -221,7 +221,7 @@ def test_the_kubelet_replaces_a_stopped_stage_and_only_that(pod: Pod, rng: rando
     started = row.started
     with traffic_to(pod, rng) as traffic, Kubelet(pod) as kubelet:
         pod.signal(victim, signal.SIGSTOP)
-        wait(lambda: row.started != started, lambda: f"{victim} is replaced: {kubelet.events}")
+        until(lambda: row.started != started, f"{victim} is replaced", lambda: kubelet.events)
         pod.wait_ready()
         traffic.wait_flowing()
         traffic.finish()
@@ -235,22 +235,17 @@ def test_the_kubelet_replaces_a_stopped_stage_and_only_that(pod: Pod, rng: rando
 @contextlib.contextmanager
 def slow_motion(pid: int) -> Iterator[None]:
     """A process runs for 2 ms in 100, so that there is time to look at what it does for a moment only."""
-    over = threading.Event()
 
     def run() -> None:
-        while not over.wait(0.1):
-            os.kill(pid, signal.SIGCONT)
-            time.sleep(0.002)
-            os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.002)
+        os.kill(pid, signal.SIGSTOP)
 
     os.kill(pid, signal.SIGSTOP)
-    thread = threading.Thread(target=run)
-    thread.start()
     try:
-        yield
+        with meanwhile(run, every_s=0.1):
+            yield
     finally:
-        over.set()
-        thread.join()
         os.kill(pid, signal.SIGCONT)
 
 
@@ -333,7 +328,7 @@ def test_a_full_disk_pauses_writing_says_so_and_resumes_by_itself(small: Pod, rn
         for more, text in itertools.islice(shell.blocks(PIPE_BUF), 20):
             (small.volume("pipes") / "raw").write_bytes(text)
             count += more
-        wait(lambda: states(small)["durability"] == "disk_full", lambda: f"the disk is full: {states(small)}")
+        until(lambda: states(small)["durability"] == "disk_full", "the disk is full", lambda: states(small))
         assert greeting(small).startswith(b"!err 0 disk_full "), "who wants to be told is not let wait"
         assert "event=disk_full" in small.logs("durability")
         assert small.probe("gateway", "readiness"), "no Service leads here now"
@@ -382,7 +377,7 @@ def test_garbage_becomes_dead_letters_and_stops_nobody(small: Pod, rng: random.R
     with connect(small) as sock:
         sock.sendall(b"good.one|0|good-1|still here\n")
     data = small.volume("data")
-    wait(lambda: (data / "good.log").exists(), "a message after the garbage arrives")
+    until(lambda: (data / "good.log").exists(), "a message after the garbage arrives")
     settle(small)
     *records, _ = (data / "dead.log").read_bytes().split(b"\n")
     reasons = Counter(re.search(rb";reason=(\w+);len=(\d+)", record).groups() for record in records)
@@ -397,8 +392,10 @@ def test_garbage_becomes_dead_letters_and_stops_nobody(small: Pod, rng: random.R
 
 def test_a_recovering_stage_is_alive_and_not_ready(pod: Pod) -> None:
     """The router, whose checkpoint and one of whose queues are gone: it reads the whole WAL again."""
+    before = rows(pod)["router"].seq
     with connect(pod) as sock:
         sock.sendall(b"".join(b"again.k|0|again-%d|%060d\n" % (n, n) for n in range(100_000)))
+    until(lambda: rows(pod)["router"].seq >= before + 100_000, "all have arrived", lambda: states(pod))
     settle(pod)
     data, space, row = pod.volume("data"), space_of(pod), rows(pod)["router"]
     old, restarts = pod.pid("router"), pod.restarts("router")
@@ -411,9 +408,9 @@ def test_a_recovering_stage_is_alive_and_not_ready(pod: Pod) -> None:
     for path in (data / "topics/again/0").iterdir():
         path.unlink()
     os.kill(old, signal.SIGKILL)
-    wait(next_life, "the router is started again")
+    until(next_life, "the router is started again")
     (pid,) = next_life()
-    wait(lambda: row.started and row.state_name == "recovering", "it recovers", every_s=0.001)
+    until(lambda: row.started and row.state_name == "recovering", "it recovers", every_s=0.001)
     with slow_motion(pid):
         said = "recovering: router is recovering; wait: its log says how far it is"
         assert pod.probe("router", "readiness") == said
@@ -433,7 +430,7 @@ def test_a_second_pod_on_the_same_volume_refuses_until_the_first_is_gone(pod: Po
     host = pod.exec("durability", "hostname").stdout.strip()
     with traffic_to(pod, rng) as traffic, second:
         for stage in ("durability", "router"):
-            wait(lambda stage=stage: second.restarts(stage), f"{stage} of the second has ended", every_s=0.5)
+            until(lambda stage=stage: second.restarts(stage), f"{stage} of the second has ended")
             said = second.logs(stage)
             assert re.search(
                 rf"event=stopped exit_code={EXIT_BUSY} .*is held by pid=\d+ host={host} stage={stage}", said

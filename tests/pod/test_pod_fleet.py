@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from load import PORT, rows, wait
+from load import PORT, rows
 from play import ROOT, Kubelet, Pod, Pods
+from waiting import until
 
 import kmq
 from kmq.access import tokens
@@ -64,7 +65,7 @@ class Fleet:
             found = self.status()
             return all(name in found and found[name]["health"] == state for name, state in health.items())
 
-        wait(is_so, lambda: f"{health}: {self.status()}", every_s=0.1)
+        until(is_so, f"{health}", self.status)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def topic(pod: Pod, name: str) -> dict:
         shown.append(done.stdout)
         return done.returncode == 0
 
-    wait(is_there, f"the topic {name}", 0.2)
+    until(is_there, f"the topic {name}")
     return json.loads(shown[-1])
 
 
@@ -132,7 +133,7 @@ def test_a_topic_said_in_one_pod_is_declared_once_in_each(fleet: Fleet) -> None:
     fleet.say("topics", "create", "once", "--partitions", "3", at="kmq-1")
     fleet.wait_health()
     for pod in fleet.pods:
-        wait(lambda pod=pod: said(pod, "router", "event=topic_adopted", "topic=once"), "the router's topic", 0.2)
+        until(lambda pod=pod: said(pod, "router", "event=topic_adopted", "topic=once"), "the router's topic")
         assert topic(pod, "once")["partitions"] == 3
         assert said(pod, "router", "event=topic_adopted", "topic=once") == 1
         assert said(pod, "agent", "event=state_applied", "state=topics/once") == 1
@@ -158,7 +159,7 @@ def test_a_command_names_each_pod(fleet: Fleet) -> None:
     assert shown.splitlines()[1:] == [f"{name}: ok" for name in NAMES]
     for name, pod in fleet.brokers.items():
         told = lambda pod=pod: said(pod, "agent", "event=command_done", "command=verify")  # noqa: E731
-        wait(lambda told=told, name=name: told() > done[name], "a line of it", 0.2)
+        until(lambda told=told, name=name: told() > done[name], "a line of it")
         assert told() == done[name] + 1
 
 
@@ -186,8 +187,8 @@ def test_a_revoked_token_is_refused_by_each_ingress_and_gateway(fleet: Fleet) ->
         assert greeting(pod, revoked).startswith(b"!ok") and status_of(pod, "/metrics", revoked) == 200
     fleet.say("token", "revoke", "metrics")
     for pod in fleet.pods:
-        wait(lambda pod=pod: b"unauthorized" in greeting(pod, revoked), "the refusal of ingress", 0.1)
-        wait(lambda pod=pod: status_of(pod, "/metrics", revoked) == 401, "the refusal of the gateway", 0.1)
+        until(lambda pod=pod: b"unauthorized" in greeting(pod, revoked), "the refusal of ingress")
+        until(lambda pod=pod: status_of(pod, "/metrics", revoked) == 401, "the refusal of the gateway")
         assert greeting(pod, other).startswith(b"!ok") and status_of(pod, "/metrics", other) == 200
 
 
@@ -206,9 +207,9 @@ def test_a_pod_that_was_away_learns_it_when_it_comes_back(fleet: Fleet) -> None:
     away.start()
     fleet.wait_health()
     away.wait_ready()
-    wait(lambda: topic(away, "missed")["limits"]["segment_age"]["from"] == "topic.toml", "the limit", 0.2)
-    wait(lambda: said(away, "agent", "event=state_applied", "state=topics/missed") == 2, "a line for each", 0.2)
-    wait(lambda: fleet.status()["kmq-2"]["results"]["retain"]["outcome"] == "ok", "the command", 0.2)
+    until(lambda: topic(away, "missed")["limits"]["segment_age"]["from"] == "topic.toml", "the limit")
+    until(lambda: said(away, "agent", "event=state_applied", "state=topics/missed") == 2, "a line for each")
+    until(lambda: fleet.status()["kmq-2"]["results"]["retain"]["outcome"] == "ok", "the command")
 
 
 def kill_agent(pod: Pod) -> None:
@@ -219,7 +220,7 @@ def kill_agent(pod: Pod) -> None:
 
 def judge_kills(fleet: Fleet, pod: Pod, names: list[str]) -> None:
     fleet.wait_health()
-    wait(lambda: has_topics(pod, *names), "all topics")
+    until(lambda: has_topics(pod, *names), "all topics")
     assert all(topic(pod, name)["partitions"] == 2 for name in names[:3])
     for other in fleet.pods:
         if other is not pod:
@@ -252,7 +253,7 @@ def test_soak_agents_killed_all_the_time_miss_nothing(fleet: Fleet) -> None:
         fleet.say("topics", "create", name, "--partitions", "2")
     fleet.wait_health()
     for pod in fleet.pods:
-        wait(lambda pod=pod: has_topics(pod, *names), "all topics")
+        until(lambda pod=pod: has_topics(pod, *names), "all topics")
 
 
 def test_a_stopped_agent_is_killed_by_its_probe_and_misses_nothing(fleet: Fleet) -> None:
@@ -264,7 +265,7 @@ def test_a_stopped_agent_is_killed_by_its_probe_and_misses_nothing(fleet: Fleet)
         fleet.wait_health(kmq_0="away")
         fleet.say("topics", "create", "unheard", at="kmq-1")
         assert status_of(victim, "/readyz") == 200, "messages do not need the agent"
-        wait(lambda: agent_pid(victim) != stopped, lambda: f"it is replaced: {kubelet.events}")
+        until(lambda: agent_pid(victim) != stopped, "it is replaced", lambda: kubelet.events)
         fleet.wait_health()
     assert has_topics(victim, "unheard")
     assert any(event.startswith("agent liveness failed: agent has given no sign") for event in kubelet.events)
@@ -290,7 +291,7 @@ def test_without_consul_brokers_serve_say_so_once_and_catch_up(fleet: Fleet) -> 
     lost = [said(pod, "agent", "event=consul_lost") for pod in fleet.pods]
     with consul_away(fleet):
         for pod, count in zip(fleet.pods, lost, strict=True):
-            wait(lambda pod=pod, count=count: said(pod, "agent", "event=consul_lost") > count, "the loss", 0.2)
+            until(lambda pod=pod, count=count: said(pod, "agent", "event=consul_lost") > count, "the loss")
             with kmq.Producer(pod.ip, PORT, token=fleet.tokens["orders"]) as producer:
                 assert producer.send("before", b"without Consul").result(30) > 0
             assert status_of(pod, "/readyz") == 200
@@ -304,7 +305,7 @@ def test_without_consul_brokers_serve_say_so_once_and_catch_up(fleet: Fleet) -> 
     for pod, count in zip(fleet.pods, lost, strict=True):
         assert said(pod, "agent", "event=consul_lost") == said(pod, "agent", "event=consul_found") == count + 1
         assert has_topics(pod, "before", "after"), "topics stay"
-        wait(lambda pod=pod: greeting(pod, revoked).startswith(b"!ok"), "tokens are as Consul has them now", 0.1)
+        until(lambda pod=pod: greeting(pod, revoked).startswith(b"!ok"), "tokens are as Consul has them now")
 
 
 @pytest.mark.soak
@@ -326,8 +327,8 @@ def test_a_broker_beside_an_application_does_what_the_fleet_says(
     def fleet(*arguments: str) -> str:
         return pod.exec("kmq-agent", "kmq", "fleet", *arguments).stdout
 
-    wait(lambda: "orders-0" in fleet("status"), "the broker in its fleet", 0.2)
+    until(lambda: "orders-0" in fleet("status"), "the broker in its fleet")
     fleet("topics", "create", "beside")
-    wait(lambda: (pod.volume("kmq-data") / "topics/beside").is_dir(), "the topic", 0.2)
+    until(lambda: (pod.volume("kmq-data") / "topics/beside").is_dir(), "the topic")
     assert "orders-0: ok" in fleet("run", "verify", "--wait")
     assert not pod.probe("kmq-agent", "liveness")

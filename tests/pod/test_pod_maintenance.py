@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from load import wait
 from play import Pod
+from waiting import until
 
 import kmq
 
@@ -19,7 +19,7 @@ def pod(play_once: Callable[..., Pod]) -> Pod:
     """A broker with messages. What ends stays so, until it is started again: a StatefulSet scaled to 0 and to 1."""
     pod = play_once(restart_policy="Never")
     send(pod, range(1, COUNT + 1))
-    wait(lambda: len(queue(pod)) == COUNT, "all are in their queue")
+    until(lambda: len(queue(pod)) == COUNT, "all are in their queue")
     return pod
 
 
@@ -79,7 +79,7 @@ def test_a_damaged_queue_is_repaired_by_the_job_and_the_pod_goes_on(
     pod.wait_ready()
     assert queue(pod) == before
     assert send(pod, range(COUNT + 1, COUNT + 2)) == [COUNT + 1]
-    wait(lambda: len(queue(pod)) == COUNT + 1, "it is in its queue")
+    until(lambda: len(queue(pod)) == COUNT + 1, "it is in its queue")
 
 
 def test_a_volume_that_is_lost_is_restored_from_its_backup(
@@ -100,4 +100,4 @@ def test_a_volume_that_is_lost_is_restored_from_its_backup(
     pod.wait_ready()
     assert queue(pod) == before
     assert send(pod, range(COUNT, COUNT + 3)) == [COUNT, COUNT + 1, COUNT + 2], "what was stored is known again"
-    wait(lambda: len(queue(pod)) == COUNT + 2, "the new one, once")
+    until(lambda: len(queue(pod)) == COUNT + 2, "the new one, once")

@@ -6,22 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import play as player
 import pytest
 from play import HOME, ROOT, podman
-
-PATIENCE_S = 120.0
-
-
-def wait(condition, what):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.02)
+from waiting import PATIENCE_S, until
 
 
 def left_of(name):
@@ -89,7 +80,7 @@ def test_sigterm_to_make_removes_the_pod(start):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_to_the_group_while_the_pod_starts_removes_what_there_is(play_alone, number):
     process, name = play_alone()
-    wait(lambda: any("tmpfs" in line for line in left_of(name)), "the tmpfs of its volumes")
+    until(lambda: any("tmpfs" in line for line in left_of(name)), "the tmpfs of its volumes")
     os.killpg(process.pid, number)
     assert process.wait(PATIENCE_S) == 128 + number
     assert left_of(name) == []
@@ -102,7 +93,7 @@ def test_what_a_killed_player_has_left_is_removed_by_the_next_one(play_alone):
     killed.wait()
     assert len(left_of(orphan)) > 6
     process, name = play_alone()
-    wait(lambda: left_of(name), "the next pod")
+    until(lambda: left_of(name), "the next pod")
     assert left_of(orphan) == []
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)  # impatient
@@ -119,7 +110,7 @@ def test_of_a_fleet_no_pod_and_no_network_is_left(start, number):
     process = start(sys.executable, "scripts/play", "fleet")
     names = [f"kmq-{process.pid}-{count}" for count in range(4)]
     try:
-        wait(lambda: all(any(line.startswith(f"{name}-") for line in left_of(name)) for name in names), "four pods")
+        until(lambda: all(any(line.startswith(f"{name}-") for line in left_of(name)) for name in names), "four pods")
         assert networks_of(process.pid)
         process.send_signal(number)
         process.wait(PATIENCE_S)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from load import wait
 from play import ROOT, Pod, podman
+from waiting import until
 
 CGROUPS = Path("/sys/fs/cgroup")
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def consumed(pod: Pod) -> list[int]:
 
 
 def test_the_consumer_prints_what_the_application_sends_in_order(pod: Pod) -> None:
-    wait(lambda: len(consumed(pod)) >= 20, lambda: f"20 orders: {pod.logs('kmq')[-2000:]}")
+    until(lambda: len(consumed(pod)) >= 20, "20 orders", lambda: pod.logs("kmq")[-2000:])
     assert consumed(pod)[:20] == list(range(1, 21))
 
 
@@ -58,11 +58,11 @@ def test_its_memory_is_what_the_page_says_and_messages_that_are_stored_take_none
 
 
 def test_a_broker_that_is_killed_as_a_whole_is_started_again_and_nothing_stored_is_lost(pod: Pod) -> None:
-    wait(lambda: consumed(pod), "orders")
+    until(lambda: consumed(pod), "orders")
     before = max(consumed(pod))
     pod.signal("kmq", signal.SIGKILL)
-    wait(lambda: pod.restarts("kmq") == 1, "another life of the container")
-    wait(lambda: max(consumed(pod)) > before + 20, lambda: f"orders after the kill: {pod.logs('kmq')[-3000:]}")
+    until(lambda: pod.restarts("kmq") == 1, "another life of the container")
+    until(lambda: max(consumed(pod)) > before + 20, "orders after the kill", lambda: pod.logs("kmq")[-3000:])
     found = consumed(pod)
     assert set(found) == set(range(1, max(found) + 1)), "an order that was stored has not come to the consumer"
     assert pod.restarts("application") == 0, "its producer has tried again until the broker was back"

@@ -1,10 +1,10 @@
 """The scenarios as a user of a cluster runs them: from outside, commands by exec, messages to the pod's address."""
 
-import os
 import subprocess
 from collections.abc import Callable
 
 import pytest
+from brokers import environment
 from load import KEEP_ALL
 from play import ROOT, Pod
 
@@ -24,10 +24,11 @@ def dropping(play_once: Callable[..., Pod]) -> Pod:
 
 
 def start(pod: Pod, number: str, **address: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
-    env |= {"CONTAINERS_CONF": f"{ROOT}/build/containers.conf", "KMQ_POD": f"podman exec -i {pod.name}-gateway"}
+    where = {"CONTAINERS_CONF": f"{ROOT}/build/containers.conf", "KMQ_POD": f"podman exec -i {pod.name}-gateway"}
     command = [ROOT / "scripts" / f"scenario-{number}"]
-    return subprocess.run(command, env=env | address, capture_output=True, text=True, timeout=PATIENCE_S)
+    return subprocess.run(
+        command, env=environment(**(where | address)), capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def rows(output: str) -> list[dict[str, str]]:

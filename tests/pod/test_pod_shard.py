@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from load import PORT, wait
+from load import PORT
 from play import Pod, Pods
+from waiting import until
 
 import kmq
 
@@ -60,15 +61,15 @@ class Load:
 def test_a_rolling_upgrade_under_load_loses_no_acknowledged_message(shard: Pods) -> None:
     pods = [shard[name] for name in NAMES]
     load = Load(pods)
-    wait(lambda: len(load.acked) > 100, "messages before the upgrade")
+    until(lambda: len(load.acked) > 100, "messages before the upgrade")
     for pod in reversed(pods):  # as a StatefulSet does it: the last one first, each waits until the one before is ready
         codes = pod.terminate()
         assert set(codes.values()) == {0}, (pod.role, codes, pod.logs("replica")[-2000:])
         before = len(load.acked)
-        wait(lambda before=before: len(load.acked) > before, f"acknowledgements while {pod.role} is away")
+        until(lambda before=before: len(load.acked) > before, f"acknowledgements while {pod.role} is away")
         pod.start()
         pod.wait_ready(PATIENCE_S)
     load.finish()
-    wait(lambda: len({wal(pod) for pod in pods}) == 1, "the same records on all three")
+    until(lambda: len({wal(pod) for pod in pods}) == 1, "the same records on all three")
     stored = Counter(text.decode() for text in re.findall(rb"(?m)\|(m-\d+)$", wal(pods[0])))
     assert load.acked <= stored.keys() and max(stored.values()) == 1

@@ -12,11 +12,11 @@ import urllib.error
 import urllib.request
 from base64 import b64decode
 from collections.abc import Callable, Iterator
-from threading import Event, Thread
 
 import pytest
-from load import connect, judge_files, wait
+from load import connect, judge_files
 from play import ROOT, Pod, podman
+from waiting import meanwhile, until
 
 from kmq.config.settings import STAGES
 
@@ -75,7 +75,7 @@ def orders(pod: Pod) -> list[int]:
 
 
 def test_what_the_application_writes_comes_to_the_consumer(pod: Pod) -> None:
-    wait(lambda: offset(pod) > 10, "the consumer follows")
+    until(lambda: offset(pod) > 10, "the consumer follows")
     assert orders(pod)[:10] == list(range(1, 11))
     judge(pod)
 
@@ -86,7 +86,7 @@ def test_the_application_may_also_ask_for_acknowledgements(pod: Pod) -> None:
     answer = pod.exec("application", "python", "-c", script)
     assert answer.returncode == 0, answer
     assert int(answer.stdout) > 0
-    wait(lambda: b"acked" in [payload for _, payload in consumed(pod)], "the consumer gets it")
+    until(lambda: b"acked" in [payload for _, payload in consumed(pod)], "the consumer gets it")
     with pytest.raises(ConnectionRefusedError):
         connect(pod)
 
@@ -105,17 +105,9 @@ def test_metrics_can_be_scraped_from_outside_and_nothing_else_be_reached(pod: Po
 @pytest.fixture
 def offsets(pod: Pod) -> Iterator[list[int]]:
     """Every value that the offset file is seen to have."""
-    seen, over = [offset(pod)], Event()
-
-    def look() -> None:
-        while not over.wait(0.005):
-            seen.append(offset(pod))
-
-    thread = Thread(target=look)
-    thread.start()
-    yield seen
-    over.set()
-    thread.join()
+    seen = [offset(pod)]
+    with meanwhile(lambda: seen.append(offset(pod)), every_s=0.005):
+        yield seen
 
 
 def kill(pod: Pod, *names: str) -> None:
@@ -125,7 +117,7 @@ def kill(pod: Pod, *names: str) -> None:
     podman("wait", *(f"{pod.name}-{name}" for name in names))
     podman("start", *(f"{pod.name}-{name}" for name in names))
     now = offset(pod)
-    wait(lambda: offset(pod) > now + 5, f"the consumer goes on after {names}")
+    until(lambda: offset(pod) > now + 5, f"the consumer goes on after {names}")
 
 
 def test_consumer_and_broker_go_on_where_they_were_when_killed(pod: Pod, offsets: list[int]) -> None:
@@ -153,7 +145,7 @@ def end_as_the_kubelet_does(pod: Pod) -> dict[str, int]:
 def test_the_end_comes_in_the_order_in_which_messages_pass(pod: Pod) -> None:
     kills = len(consumed(pod)) - len(set(consumed(pod)))
     now, written = offset(pod), orders(pod)
-    wait(lambda: offset(pod) > now + 10, "messages are on their way")
+    until(lambda: offset(pod) > now + 10, "messages are on their way")
     began = time.monotonic()
     codes = end_as_the_kubelet_does(pod)
     assert time.monotonic() - began < pod.grace_s

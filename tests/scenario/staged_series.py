@@ -22,19 +22,14 @@ def steps(before: float, after: float) -> Values:
     return lambda minutes: f"{before}x{BEGIN - 1} {after}x{minutes - BEGIN}"
 
 
-def grows(by: float, start: float = 0) -> Values:
-    """`start`, and from the fault on `by` more each minute."""
-    return lambda minutes: f"{start}x{BEGIN - 1} {start}{by:+}x{minutes - BEGIN}"
+def grows(by: float) -> Values:
+    """0, and from the fault on `by` more each minute."""
+    return lambda minutes: f"0x{BEGIN - 1} 0{by:+}x{minutes - BEGIN}"
 
 
 def ends(value: float) -> Values:
     """`value`, and from the fault on nothing."""
     return lambda minutes: f"{value}x{BEGIN - 1} stale"
-
-
-def swings(minutes: int) -> str:
-    """1, and from the fault on 0 and 1 by turns."""
-    return f"1x{BEGIN - 1} " + "0 1 " * ((minutes - BEGIN) // 2)
 
 
 # Alert → series that differ from those of a healthy broker. A series that the broker does not have is added; a selector
@@ -46,23 +41,6 @@ FAULTS: dict[str, dict[str, Values]] = {
 } | {
     "KmqScrapeFails": {"up": steps(1, 0), "kmq_*": ends(1)},
     "KmqGone": {"up": ends(1), "kmq_*": ends(1)},
-    "KmqFlapping": {"kmq_ready": swings},
-    "KmqDropped": {'kmq_dropped_total{stage="router"}': grows(5)},
-    "KmqRefused": {'kmq_refused_total{stage="ingress"}': grows(30)},
-    "KmqUnauthorized": {'kmq_unauthorized_total{stage="gateway"}': grows(30)},
-    "KmqTurnedAway": {'kmq_turned_away_total{stage="ingress"}': grows(30)},
-    "KmqLagGrows": {
-        'kmq_group_lag{group="g",topic="t",partition="0"}': grows(100),
-        'kmq_group_lag_seconds{group="g",topic="t",partition="0"}': grows(60),
-    },
-    "KmqCompactorBehind": {'kmq_uncompacted_bytes{topic="t",partition="0"}': steps(0, 2 << 30)},
-    "KmqErrors": {'kmq_errors_total{reason="order"}': grows(30)},
-    "KmqDiskFills": {"kmq_disk_free_bytes": grows(-20e6, 20e9), "kmq_disk_size_bytes": steps(40e9, 40e9)},
-    "KmqQuotaFills": {"kmq_quota_used_bytes": grows(20e6, 11e9), "kmq_quota_bytes": steps(20e9, 20e9)},
-    "KmqSlowAcks": {'kmq_ack_seconds_bucket{le="+Inf"}': grows(60)},
-    "KmqSlowSyncs": {'kmq_sync_seconds_bucket{le="+Inf"}': grows(60)},
-    "KmqAgentDisconnected": {"kmq_cluster_connected": steps(1, 0)},
-    "KmqAgentBehind": {"kmq_cluster_lag": steps(0, 3)},
 }
 
 

@@ -16,17 +16,9 @@ from pathlib import Path
 import pytest
 from brokers import ROOT
 from consuls import program
+from waiting import PATIENCE_S, until
 
 CONFIG, BUSY, RETRY, INTERRUPTED = 78, 69, 75, 130
-PATIENCE_S = 60.0
-
-
-def wait(condition, what=lambda: ""):
-    deadline = time.monotonic() + PATIENCE_S
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what()}"
-        time.sleep(0.01)
-    return result
 
 
 class Running:
@@ -49,8 +41,7 @@ class Running:
         return [json.loads(line) for line in self.out.splitlines()]
 
     def wait(self, condition):
-        wait(lambda: condition(self) or self.process.poll() is not None, lambda: f"{self.out}{self.err}")
-        assert condition(self), f"{self.out}{self.err}"
+        until(lambda: condition(self), instead=lambda: f"{self.out}{self.err}", process=self.process)
 
     def end(self, number=signal.SIGTERM):
         """Its exit code after this signal."""
@@ -155,14 +146,14 @@ def test_a_command_that_fails_is_run_again_until_it_works(shell):
     shell.publish("two", "second")
     command = 'echo "$BQ_EPOCH $BQ_TYPE $(cat)" >>ran; test $BQ_EPOCH = 1 || test -e mended || exit 3'
     follow = shell.start("follow", "--from", "1", "--exec", command)
-    wait(lambda: shell.file("ran").count("2 two second") >= 2, lambda: follow.err)
+    until(lambda: shell.file("ran").count("2 two second") >= 2, instead=lambda: follow.err)
     assert "kmq: message 2 (two): exit code 3 of: echo" in follow.err
-    wait(lambda: "exit code 3" in shell.node()["error"])
+    until(lambda: "exit code 3" in shell.node()["error"])
     assert (shell.node()["read"], shell.node()["lag"]) == (1, 1)
     table = shell.run("status").stdout.decode()
     assert "epoch 2, publisher: nobody now" in table and "exit code 3" in table
     (shell.cwd / "mended").touch()
-    wait(lambda: shell.has_read(2), lambda: follow.err)
+    until(lambda: shell.has_read(2), instead=lambda: follow.err)
     follow.wait(lambda follow: "processed at last" in follow.err)
     assert follow.err.count("exit code 3") == 1  # said once, however often it was tried
     assert shell.file("ran").startswith("1 one first\n2 two second\n") and shell.file("ran").count("1 one") == 1
@@ -173,7 +164,7 @@ def test_a_snapshot_comes_to_the_command_as_json_and_kmq_works_inside(shell):
     shell.publish("a")
     command = 'cat >given; echo "$BQ_TYPE" >type; kmq bq status --json >status'
     follow = shell.start("follow", "--exec", command)
-    wait(lambda: shell.has_read(1), lambda: follow.err)
+    until(lambda: shell.has_read(1), instead=lambda: follow.err)
     assert follow.end() == 0, follow.err
     assert json.loads(shell.file("given"))["states"] == {} and shell.file("type") == "snapshot\n"
     assert json.loads(shell.file("status"))["epoch"] == 1
@@ -182,7 +173,7 @@ def test_a_snapshot_comes_to_the_command_as_json_and_kmq_works_inside(shell):
 def test_sigterm_lets_the_running_command_finish_and_marks_its_message(shell):
     shell.publish("a")
     follow = shell.start("follow", "--from", "1", "--exec", "touch begun; while ! test -e go; do sleep 0.05; done")
-    wait(lambda: (shell.cwd / "begun").exists(), lambda: follow.err)
+    until(lambda: (shell.cwd / "begun").exists(), instead=lambda: follow.err)
     follow.process.send_signal(signal.SIGTERM)
     (shell.cwd / "go").touch()
     follow.process.wait(PATIENCE_S)  # a second signal would end it at once
@@ -197,7 +188,7 @@ def test_a_killed_follower_gets_again_what_it_had_not_marked(shell):
     )
     assert killed.process.wait(PATIENCE_S) == -signal.SIGKILL
     again = shell.start("follow", "--from", "1", "--exec", "echo again >>ran")
-    wait(lambda: shell.has_read(1), lambda: again.err)
+    until(lambda: shell.has_read(1), instead=lambda: again.err)
     assert again.end() == 0 and shell.file("ran") == "ran\nagain\n"
 
 
@@ -228,14 +219,14 @@ def test_consul_watch_calls_receive(shell):
     shell.publish("a", "1")
     command = "kmq bq receive --exec 'echo \"$BQ_EPOCH $BQ_TYPE\" >>ran; test $BQ_EPOCH != 2 || test -e mended'"
     watch = shell.start("consul", "watch", "-type=keyprefix", f"-prefix=kmq/{shell.cluster}/bq/", command)
-    wait(lambda: shell.file("ran") == "1 snapshot\n", lambda: watch.err + watch.out)
-    wait(lambda: shell.has_read(1))
+    until(lambda: shell.file("ran") == "1 snapshot\n", instead=lambda: watch.err + watch.out)
+    until(lambda: shell.has_read(1))
     shell.publish("b", "2")
-    wait(lambda: shell.file("ran").count("2 b") >= 2, lambda: watch.err + watch.out)
+    until(lambda: shell.file("ran").count("2 b") >= 2, instead=lambda: watch.err + watch.out)
     assert "exit code 1" in shell.node()["error"]
     shell.publish("c", "3")
     (shell.cwd / "mended").touch()
-    wait(lambda: shell.has_read(3), lambda: watch.err + watch.out)
+    until(lambda: shell.has_read(3), instead=lambda: watch.err + watch.out)
     assert shell.file("ran").splitlines()[-1] == "3 c"
     watch.end()
 
@@ -362,5 +353,5 @@ def test_a_follower_that_was_interrupted_has_given_its_place_back(shell):
     for _ in range(3):
         follow = shell.start("follow", KMQ_SESSION_TTL="30s")  # a place that is not given back stays taken for long
         end = f"/{follow.process.pid}"
-        wait(lambda end=end: holder().endswith(end), lambda follow=follow: follow.err)
+        until(lambda end=end: holder().endswith(end), instead=lambda follow=follow: follow.err)
         assert follow.end(signal.SIGINT) == INTERRUPTED

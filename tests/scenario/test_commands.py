@@ -8,18 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import typer.main
 from brokers import PATIENCE_S
+from command_tree import every_command
 from consuls import free_ports
 from typer.testing import CliRunner
+from waiting import until
 
-from kmq.cli.app import app
+from kmq.cli.app import MODULES, app
 from kmq.links import doorbell
 
 FAILED, BUSY, RETRY, CONFIG, CORRUPT = 1, 69, 75, 78, 65
@@ -212,6 +214,7 @@ def test_a_file_where_the_fifo_should_be_is_named(broker):
         ("KMQ_PROT", "5673", "unknown setting KMQ_PROT; did you mean KMQ_PORT?"),
         ("RB_SLOTS", "many", "RB_SLOTS='many': expected a whole number"),
         ("RB_BYTES", "4 bananas", "RB_BYTES='4 bananas': expected a number of bytes"),
+        ("KMQ_MAX_LINE", "1Mb", "KMQ_MAX_LINE='1Mb': Mb are bits; write MiB for bytes"),
         ("RB_OVERFLOW_POLICY", "drop", "RB_OVERFLOW_POLICY='drop': must be block or drop_oldest"),
         ("KMQ_INSTANCE", "a/b", "KMQ_INSTANCE='a/b': must be 1 to 64 of"),
         ("KMQ_PORT", "70000", "KMQ_PORT='70000': must be between 0 and 65535"),
@@ -530,22 +533,16 @@ def test_redrive_carries_any_bytes_of_a_key(broker):
 # --- help ------------------------------------------------------------------------------------------------------------
 
 
-def commands(command, path=()):
-    """(words, …) of every command there is, groups too."""
-    yield path
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from commands(inner, (*path, name))
-
-
 def examples(path):
     result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"})
     text = result.stdout.partition("Examples:")[2]
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-EVERY_COMMAND = sorted(commands(typer.main.get_command(app)))
+EVERY_COMMAND = sorted(words for words, _ in every_command())
 ON_SPARK = ("sql", "audit", "pipeline")  # pasted in tests/spark: each starts a JVM
-# Each needs a Consul: docs/cluster.md is pasted, test_fleet.py and test_shard.py paste those of kmq fleet and kmq cluster.
+# Each needs a Consul: docs/broadcast-queue.md is pasted, test_fleet.py and test_shard.py paste those of kmq fleet and
+# kmq cluster.
 ON_CONSUL = ("bq", "fleet", "cluster")
 
 
@@ -589,11 +586,32 @@ FOREGROUND = "kmq up --foreground"
 
 def test_up_in_the_foreground_logs_to_stderr_and_ends_with_ctrl_c(broker):
     with subprocess.Popen(shlex.split(FOREGROUND), env=broker.env, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + PATIENCE_S
-        while broker.kmq("status").returncode != 0:
-            assert process.poll() is None and time.monotonic() < deadline
+        until(lambda: broker.kmq("status").returncode == 0, "a broker that is ready", process=process)
         process.send_signal(signal.SIGINT)
         _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert log.splitlines()[-1].endswith("stage=supervisor event=stopped exit_code=0")
     assert broker.processes() == []
+
+
+def test_each_word_is_added_by_its_module():
+    for module in set(MODULES.values()):
+        family = typer.Typer()
+        import_module(f"kmq.cli.{module}").add_to(family)
+        added = typer.main.get_group(family).commands
+        assert set(added) == {word for word, name in MODULES.items() if name == module}
+
+
+@pytest.mark.parametrize("command", [["--version"], ["topics", "list", "--json"], ["status", "--json"]], ids=" ".join)
+def test_a_command_imports_what_it_uses(broker, command):
+    code = f"""if True:
+        import atexit, sys
+        from kmq.__main__ import main
+        atexit.register(lambda: print(*sys.modules, file=sys.stderr))
+        sys.argv[1:] = {command!r}
+        main()"""
+    loaded = set(broker.run(sys.executable, "-c", code).stderr.split())
+    assert "kmq.cli.app" in loaded
+    families = {f"kmq.cli.{module}" for module in MODULES.values() if module != MODULES.get(command[0])}
+    heavy = {"asyncio", "email", "http.client", "multiprocessing", "psutil", "pydantic", "rich.table", "ssl"}
+    assert loaded & (families | heavy) == set()

@@ -6,10 +6,12 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from brokers import STAGES, Broker
 from fake_logger import FakeLogger
+from waiting import attempts, until_async
 
 from kmq.access import local_token
 from kmq.broker.stats import StatsPage
@@ -54,12 +56,11 @@ class Gateway:
         self.store = OffsetStore(self.settings, Watermark(StatsPage(*identity_of(pod))), self.logger)
 
     async def __aenter__(self) -> OffsetStore:
-        deadline = time.monotonic() + PATIENCE_S
+        tries = attempts("the offsets", every_s=0)
         while not self.store.is_loaded:
-            try:
+            next(tries)
+            with suppress(RequestRefused):
                 await self.store.load()
-            except RequestRefused:
-                assert time.monotonic() < deadline
         return self.store
 
     async def __aexit__(self, *_: object) -> None:
@@ -99,13 +100,9 @@ def logged(pod, group):
 
 async def commit_until_acked(store, group, offset):
     """Commit as a member does whose broker is restarted: again, until it is acked."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            await store.commit(group, {("orders", 0): OffsetCommit(offset)}, "m", 1)
-            return
-        except RequestRefused:
-            assert time.monotonic() < deadline
+    for _ in attempts("an ack", every_s=0):
+        with suppress(RequestRefused):
+            return await store.commit(group, {("orders", 0): OffsetCommit(offset)}, "m", 1)
 
 
 # --- commits ------------------------------------------------------------------------------------------------------------
@@ -313,15 +310,12 @@ def test_no_group_is_forgotten_before_the_gateway_knows_who_has_members(pod, mon
         settings, asked = load(pod.env | {"KMQ_GROUP_RETENTION": "1ms"}, toml=""), set()
         keeper = OffsetKeeper(settings, StatsPage(*identity_of(pod)).rows["gateway"], store, FakeLogger())
         monkeypatch.setattr(keeper, "is_alive", lambda group, before=keeper.is_alive: asked.add(group) or before(group))
-        running, deadline = asyncio.create_task(keeper.run()), time.monotonic() + PATIENCE_S
-        while "unknown" not in asked:
-            assert time.monotonic() < deadline and not running.done()
-            await asyncio.sleep(0.01)
+        running = asyncio.create_task(keeper.run())
+        await until_async(lambda: "unknown" in asked or running.done())
         assert "unknown" in store.groups()
         keeper.is_alive = lambda group: group != "unknown"
-        while "unknown" in store.groups():
-            assert time.monotonic() < deadline and not running.done()
-            await asyncio.sleep(0.01)
+        await until_async(lambda: "unknown" not in store.groups() or running.done())
+        assert not running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -433,10 +427,9 @@ def test_the_log_is_compacted_beside_the_gateway_and_all_offsets_stay(pod):
         await asyncio.to_thread(pod.down)  # what a checkpoint says to be on disk may be compacted
         await asyncio.to_thread(pod.up)
         compacting = keep_compacted(load(pod.env, toml=""), FakeLogger(), look_s=0.1)
-        running, deadline = asyncio.create_task(compacting), time.monotonic() + PATIENCE_S
-        while compacted() < 3:
-            assert time.monotonic() < deadline and not running.done(), pod.log()[-2000:]
-            await asyncio.sleep(0.02)
+        running = asyncio.create_task(compacting)
+        await until_async(lambda: compacted() >= 3 or running.done(), "three of them", lambda: pod.log()[-2000:])
+        assert not running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         return before
@@ -469,9 +462,10 @@ def test_the_front_of_a_large_log_is_deleted_and_what_is_needed_of_it_was_writte
         first, rows = directory / f"{0:020d}.log", dict(store.committed("old"))
         await asyncio.to_thread(broker.wait, first.exists, "the log")
         running, n = asyncio.create_task(OffsetKeeper(load(broker.env, toml=""), row, store, FakeLogger()).run()), 0
-        deadline = time.monotonic() + PATIENCE_S
+        tries = attempts("the end of the first segment", every_s=0)
         while first.exists():
-            assert not running.done() and time.monotonic() < deadline
+            next(tries)
+            assert not running.done()
             await asyncio.gather(*(store.commit("busy", {("orders", p): OffsetCommit(n)}) for p in range(1000)))
             n += 1
         running.cancel()

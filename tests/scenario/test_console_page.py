@@ -10,13 +10,13 @@ import os
 import re
 import signal
 import socket
-import threading
 from contextlib import contextmanager, suppress
 
 import pytest
 from brokers import Broker
 from browsers import Watched, chromium, http_base
 from consuls import free_ports
+from waiting import meanwhile
 
 PAGES = ["#/overview", "#/topics", "#/topics/orders", "#/groups", "#/groups/billing", "#/letters", "#/health"]
 # Text and what it stands on, as the browser has computed them, of every element that has text of its own.
@@ -103,24 +103,15 @@ def broker(browser, tmp_path_factory):
         made.close()
 
 
-@contextmanager
 def load(broker):
     """Send 400 messages a second to each of two topics meanwhile."""
-    ended = threading.Event()
     lines = [b'%s.u%d|0||{"n": %d}' % (topic, n % 5, n) for topic in (b"orders", b"clicks") for n in range(20)]
 
     def produce():
-        while not ended.wait(0.05):
-            with suppress(OSError):
-                broker.send_lines(lines)
+        with suppress(OSError):
+            broker.send_lines(lines)
 
-    thread = threading.Thread(target=produce)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return meanwhile(produce, every_s=0.05)
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from brokers import PATIENCE_S, Broker
 from line_client import LineClient
 from secured import Secured
+from waiting import attempts, collect
 
 import kmq
 from kmq.client.consumer_protocol import Phase
@@ -48,12 +48,7 @@ def opened(broker, *topics, **options) -> kmq.Consumer:
 
 
 def read(consumer, count: int) -> list[kmq.Message]:
-    found: list[kmq.Message] = []
-    until = time.monotonic() + PATIENCE_S
-    while len(found) < count:
-        assert time.monotonic() < until, f"only {len(found)} of {count}: {consumer.describe()}"
-        found += consumer.poll(timeout=0.5)
-    return found
+    return collect(count, lambda: consumer.poll(timeout=0.5), consumer.describe)
 
 
 # --- kmq.Consumer without a group ------------------------------------------------------------------------------------
@@ -112,9 +107,9 @@ def test_a_topic_that_is_deleted_under_a_consumer_is_said_once_and_the_others_ar
         assert len(read(consumer, 2)) == 2
         assert broker.kmq("topics", "delete", gone, "--yes").returncode == 0
         broker.send_lines([b"%b|0||%d" % (stays.encode(), n) for n in range(20)])
-        found, refused = [], []
-        until = time.monotonic() + PATIENCE_S
-        while len(found) < 20 and time.monotonic() < until:
+        found, refused, tries = [], [], attempts("20 messages", every_s=0)
+        while len(found) < 20:
+            next(tries)
             try:
                 found += consumer.poll(max_records=1, timeout=0.5)
             except kmq.Refused as err:
@@ -278,15 +273,16 @@ def test_members_share_partitions_and_what_was_not_committed_comes_again(broker)
         second = opened(broker, "spread", **options)
         handed_over: list[kmq.Message] = []
         with second:
-            until = time.monotonic() + PATIENCE_S
+            tries = attempts("what is handed over", every_s=0)
             while not second.assignment() or len(first.assignment()) + len(second.assignment()) != 3 or not handed_over:
-                assert time.monotonic() < until
+                next(tries)
                 assert first.poll(timeout=0.05) == []  # what stays here goes on where it was
                 handed_over += second.poll(timeout=0.05)
             assert {message.offset for message in handed_over} <= set(range(500, 1100))
         again: list[kmq.Message] = []
+        tries = attempts("what comes again", every_s=0)
         while len(first.assignment()) < 3 or not again:
-            assert time.monotonic() < until + PATIENCE_S
+            next(tries)
             again += first.poll(timeout=0.05)
         assert min(message.offset for message in again) == 500
 

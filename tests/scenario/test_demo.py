@@ -1,6 +1,7 @@
 """`scripts/demo` as a person runs it: a broker of its own on free ports, real input, and what it prints."""
 
 import bz2
+import contextlib
 import gzip
 import json
 import lzma
@@ -13,9 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from brokers import FREE_PORTS
-
-from kmq.links import layout
+from brokers import FREE_PORTS, environment, remove_shared_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "scripts" / "demo")
@@ -39,20 +38,9 @@ AWKWARD = {
 def env(tmp_path):
     """The environment of a private broker; its shared memory is removed afterwards."""
     instance = f"demo{os.getpid()}"
-    yield {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))},
-        "KMQ_INSTANCE": instance,
-        **FREE_PORTS,
-        "KMQ_DATA": str(tmp_path / "data"),
-        "KMQ_PIPES": str(tmp_path / "pipes"),
-    }
+    where = {"KMQ_DATA": tmp_path / "data", "KMQ_PIPES": tmp_path / "pipes"}
+    yield environment(KMQ_INSTANCE=instance, **FREE_PORTS, **where)
     remove_shared_memory(instance)
-
-
-def remove_shared_memory(instance):
-    for left in Path("/dev/shm").glob(f"{instance}.*"):
-        left.unlink()
-    layout.remove_left_bells(instance)
 
 
 def run(env, *inputs, cwd=ROOT):
@@ -324,7 +312,8 @@ def kill_pod(env):
     pod = [supervisor, *supervisor.children()]
     assert len(pod) == 6
     for process in pod:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # the gateway ends with its supervisor
+            process.kill()
     _, alive = psutil.wait_procs(pod, timeout=60)
     assert not alive
 

@@ -76,15 +76,30 @@ def test_doctor_of_a_running_broker_finds_its_ports_and_a_stage_that_is_stopped(
     assert found["broker: silent"]["level"] == ERROR and f"kill -CONT {router}" in found["broker: silent"]["advice"]
     assert [finding["code"] for finding in whole["findings"]] == ["silent"]
     broker.kill()
-    broker.wait(lambda: "dead" in broker.kmq("status", "--json").stdout, "the end of its heartbeats")
-    assert doctor(broker, 1)[0]["broker: dead"]["level"] == ERROR
+    broker.wait(lambda: '"code": "down"' in broker.kmq("status", "--json").stdout, "the end of its heartbeats")
+    assert doctor(broker)[0]["broker"]["text"] == "it does not run"
     broker.wait(lambda: doctor_sees(new_broker(), broker.instance), "the rings that it has left")
     assert len(doorbell.sets_of(broker.instance)) == 4, "their doorbells are theirs"
     for name in ("framed", "durable"):
         os.unlink(f"/dev/shm/{broker.instance}.{name}")
-    bells = doctor(broker, 1)[0]["doorbells"]
+    bells = doctor(broker)[0]["doorbells"]
     assert bells["level"] == OK and "4 that nobody could use any more are removed" in bells["text"]
     assert doorbell.sets_of(broker.instance) == []
+
+
+def test_a_damaged_wal_is_named_with_its_repair_and_the_clock_is_judged_all_the_same(broker):
+    broker.up()
+    broker.send_lines([b"t|0||%d" % n for n in range(100)])
+    broker.wait_routed(100)
+    assert broker.kmq("down").returncode == 0
+    [log] = (broker.data / "append").glob("*.log")
+    with log.open("r+b") as file:
+        file.seek(10)
+        file.write(b"#####")
+    found, _ = doctor(broker, 1)
+    assert found["log"]["level"] == ERROR and "damaged at byte" in found["log"]["text"]
+    assert "kmq verify --repair" in found["log"]["advice"] and "user" not in found["log"]["advice"]
+    assert found["clock"]["level"] in (OK, NOTE) and "the clock" not in found
 
 
 def doctor_sees(other, instance):

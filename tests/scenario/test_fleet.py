@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from waiting import until
 
 from kmq.broker.stats import peek
 from kmq.cli.fleet import read as read_fleet
@@ -25,16 +26,6 @@ from kmq.errors import EXIT_RETRY
 from kmq.log import topics
 
 NAMES = ("a", "b", "c")
-PATIENCE_S = 60.0
-
-
-def wait(condition, what):
-    """Wait until `condition()` is true, and return what it returned."""
-    until = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
-        assert time.monotonic() < until, f"never came: {what() if callable(what) else what}"
-        time.sleep(0.05)
-    return found
 
 
 class Fleet:
@@ -73,9 +64,10 @@ class Fleet:
             rows = self.status()["brokers"]
             return all(name in rows and rows[name]["health"] == "ready" for name in names or NAMES)
 
-        wait(
-            have_read, lambda: f"{self.status()}\n" + "".join(broker.log()[-1500:] for broker in self.brokers.values())
-        )
+        def said():
+            return f"{self.status()}\n" + "".join(broker.log()[-1500:] for broker in self.brokers.values())
+
+        until(have_read, "all messages read", said)
 
     def shown(self, broker, topic):
         """What `kmq topics show --json` prints; None: there is no such topic."""
@@ -90,7 +82,7 @@ def agent_of(broker):
 
 
 def wait_agent(broker):
-    return wait(lambda: agent_of(broker), "an agent")
+    return until(lambda: agent_of(broker), "an agent")
 
 
 def agent_state(broker):
@@ -119,8 +111,8 @@ def test_topics_and_settings_reach_every_broker_once_and_without_a_restart(fleet
     fleet.say("set", "retention=7d", "quota=1GiB")
     fleet.wait_read()
     for broker in fleet.brokers.values():
-        wait(lambda broker=broker: (fleet.shown(broker, "orders") or {}).get("from_seq"), "orders in force")
-        shown = wait(
+        until(lambda broker=broker: (fleet.shown(broker, "orders") or {}).get("from_seq"), "orders in force")
+        shown = until(
             lambda broker=broker: (
                 (found := fleet.shown(broker, "orders"))["limits"]["retention_age"]["value"] == 2592000 and found
             ),
@@ -155,7 +147,7 @@ def test_retention_of_the_fleet_deletes_and_a_brokers_own_wins(fleet):
 
     for broker in (fleet.a, fleet.c):
         for log in ("topics/big/0", "append"):
-            wait(lambda broker=broker, log=log: queue_bytes(broker, log) <= 1 << 20, f"retention of {log}")
+            until(lambda broker=broker, log=log: queue_bytes(broker, log) <= 1 << 20, f"retention of {log}")
     fleet.say("run", "retain", "--wait")
     assert queue_bytes(fleet.b) > 3_000_000
     rows = fleet.status()["brokers"]
@@ -186,13 +178,13 @@ def test_a_revoked_token_is_turned_away_everywhere_though_the_file_has_it(fleet,
     fleet.c.down()
     fleet.say("token", "revoke", ids[0])
     for broker in (fleet.a, fleet.b):
-        wait(lambda broker=broker: b"unauthorized" in greeting(broker, old), "the refusal of the revoked token")
+        until(lambda broker=broker: b"unauthorized" in greeting(broker, old), "the refusal of the revoked token")
         assert greeting(broker, new).startswith(b"!ok"), "another token of the same name"
     fleet.c.up()
-    wait(lambda: b"unauthorized" in greeting(fleet.c, old), "the refusal by the one that was away")
+    until(lambda: b"unauthorized" in greeting(fleet.c, old), "the refusal by the one that was away")
     fleet.say("token", "revoke", "orders")
     for broker in fleet.brokers.values():
-        wait(lambda broker=broker: b"unauthorized" in greeting(broker, new), "the refusal of the name")
+        until(lambda broker=broker: b"unauthorized" in greeting(broker, new), "the refusal of the name")
         assert greeting(broker, other).startswith(b"!ok")
     assert fleet.status()["tokens"] == sorted(["orders", ids[0]])
 
@@ -207,13 +199,13 @@ def test_a_broker_that_was_away_past_a_trim_catches_up_and_starts_without_consul
     age_mark(fleet, "c")
     for _ in range(KEPT):
         fleet.queue.publish("filler")
-    wait(lambda: fleet.queue.publish("filler") and oldest_message(fleet) > 3, "the end of what c has missed")
+    until(lambda: fleet.queue.publish("filler") and oldest_message(fleet) > 3, "the end of what c has missed")
     fleet.c.up()
     fleet.wait_read("c")
     assert events(fleet.c, "snapshot_applied") == 2 and fleet.shown(fleet.c, "later")["partitions"] == 2
     fleet.c.down()
     fleet.c.up(KMQ_CONSUL="127.0.0.1:1")
-    wait(lambda: events(fleet.c, "consul_lost") == 1, "the word that Consul is lost")
+    until(lambda: events(fleet.c, "consul_lost") == 1, "the word that Consul is lost")
     limits = json.loads(fleet.c.kmq("topics", "show", "later", "--json").stdout)["limits"]
     assert limits["retention_age"]["value"] == 9 * 86400
     fleet.c.send_lines([b"later|hello"])
@@ -239,13 +231,13 @@ def test_what_a_broker_cannot_do_is_reported_by_its_name(fleet):
     fleet.b.wait_routed(1 + 100)  # the declaration has a seq, too
     fleet.say("topics", "create", "orders", "--partitions", "2")
     fleet.wait_read()
-    wait(lambda: fleet.status()["brokers"]["b"]["findings"], "the finding of b")
+    until(lambda: fleet.status()["brokers"]["b"]["findings"], "the finding of b")
     assert "b: topics/orders: has 5 partition(s) here, and the fleet says 2" in fleet.say("status", code=1)
     path = next((fleet.b.data / "topics/t/0").glob("*.log"))
     with open(path, "r+b") as file:  # in place: the router has it open
         file.seek(path.stat().st_size // 2)
         file.write(b"#")
-    wait(lambda: fleet.b.kmq("verify").returncode == 1, "the index line that covers it")
+    until(lambda: fleet.b.kmq("verify").returncode == 1, "the index line that covers it")
     fleet.c.down()
     shown = fleet.say("run", "verify", "--wait", code=1)
     assert "a: ok" in shown and "b: damage" in shown and "c: away" in shown and f"{path.name}: byte" in shown
@@ -268,6 +260,31 @@ def test_a_command_is_done_once_although_the_agent_is_killed(fleet):
     assert [events(broker, "command_done") for broker in fleet.brokers.values()] == [2, 2, 2]
 
 
+def test_each_broker_compacts_at_once_what_is_not_due(fleet):
+    for broker in fleet.brokers.values():  # of the four stages alone: nothing else compacts there
+        broker.env |= {"KMQ_COMPACT": "off"}
+    fleet.up()
+    fleet.say("topics", "create", "users", "--set", "cleanup=compact", "--set", "segment_bytes=64KiB")
+    fleet.wait_read()
+    for broker in fleet.brokers.values():
+        broker.send_lines([b"users.k%d|0|%d|%b" % (n % 9, n, b"v" * 200) for n in range(1000)])
+        broker.wait(lambda broker=broker: len(broker.lines("users")) == 1000, "its queue")
+        broker.down()  # a checkpoint, for which we would wait 30 s
+    fleet.up()
+    fleet.wait_read()
+    for _ in range(2):  # the second time nothing is due, and it is compared again
+        assert fleet.say("run", "compact", "--wait").count(": ok") == 3
+    for broker in fleet.brokers.values():
+        left = [line for line in broker.lines("users") if line]
+        assert len(left) < 500 and {line.split(b"|")[2] for line in left} == {b"users.k%d" % n for n in range(9)}
+    first = min((fleet.b.data / "topics/users/0").glob("*.log"))
+    with open(first, "r+b") as file:  # in place: the router has it open
+        file.seek(100)
+        file.write(b"#")
+    shown = fleet.say("run", "compact", "--wait", code=1)
+    assert shown.count(": ok") == 2 and "b: not compacted" in shown and "users-0: " in shown, shown
+
+
 def test_an_agent_that_is_killed_while_states_come_misses_none(fleet):
     fleet.up()
     for number in range(9):
@@ -277,7 +294,7 @@ def test_an_agent_that_is_killed_while_states_come_misses_none(fleet):
         fleet.say("topics", "create", f"t{number}", "--partitions", str(number + 1))
     fleet.wait_read()
     for broker in fleet.brokers.values():
-        wait(lambda broker=broker: len([*(broker.data / "topics").glob("t*")]) == 9, "all topics")
+        until(lambda broker=broker: len([*(broker.data / "topics").glob("t*")]) == 9, "all topics")
         for number in range(9):
             assert fleet.shown(broker, f"t{number}")["partitions"] == number + 1
 
@@ -290,7 +307,7 @@ def test_a_second_agent_of_the_same_broker_ends_and_names_the_first(fleet, new_b
     twin.env |= {name: fleet.a.env[name] for name in ("KMQ_CLUSTER", "KMQ_BROKER", "KMQ_CONSUL")}
     twin.env["KMQ_BROKER"] = "a"
     twin.up()
-    wait(lambda: events(twin, "agent_not_restarted") == 1, lambda: twin.log())
+    until(lambda: events(twin, "agent_not_restarted") == 1, "its event", twin.log)
     assert "event=failed exit_code=69" in twin.log() and f"/{agent_of(fleet.a)}" in twin.log()
     twin.send_lines([b"t|1"])
     twin.wait_routed(1)
@@ -304,8 +321,8 @@ def test_a_message_that_cannot_be_processed_makes_the_broker_unready(fleet):
     fleet.wait_read()
     (fleet.b.data / "cluster/states.new").mkdir()
     fleet.say("topics", "create", "second")
-    wait(lambda: fleet.b.kmq("status").returncode == 1, "b not ready")
-    row = wait(lambda: (row := fleet.status()["brokers"]["b"])["reasons"] and row, "the reason")
+    until(lambda: fleet.b.kmq("status").returncode == 1, "b not ready")
+    row = until(lambda: (row := fleet.status()["brokers"]["b"])["reasons"] and row, "the reason")
     assert row["health"] == "not_ready" and row["read"] == 1 and "states.new" in row["error"]
     assert [reason["code"] for reason in reasons(fleet.b)] == ["message_not_processed"]
     fleet.wait_read("a", "c")
@@ -325,16 +342,16 @@ def test_consul_killed_and_back_is_said_once_and_brokers_go_on(new_broker, tmp_p
         fleet.up()
         fleet.say("topics", "create", "before")
         fleet.wait_read()
-        wait(lambda: "kmq_cluster_epoch 1.0" in fleet.a.get("/metrics")[1], "the message in the metrics")
+        until(lambda: "kmq_cluster_epoch 1.0" in fleet.a.get("/metrics")[1], "the message in the metrics")
         agent.close()
         for broker in fleet.brokers.values():
-            wait(lambda broker=broker: agent_state(broker) == "waiting", "the loss noticed")
+            until(lambda broker=broker: agent_state(broker) == "waiting", "the loss noticed")
             broker.send_lines([b"before|x"])
             broker.wait_routed(1)
             assert broker.kmq("status").returncode == 0
             for command in ("status", "doctor"):
-                wait(lambda broker=broker, command=command: "consul_lost" in broker.kmq(command).stdout, "the warning")
-        wait(lambda: "kmq_cluster_connected 0.0" in fleet.a.get("/metrics")[1], "the loss in the metrics")
+                until(lambda broker=broker, command=command: "consul_lost" in broker.kmq(command).stdout, "the warning")
+        until(lambda: "kmq_cluster_connected 0.0" in fleet.a.get("/metrics")[1], "the loss in the metrics")
         agent = Consul(tmp_path / "consul.log", address=agent.address)  # with nothing in it: all begins again
         fleet.say("topics", "create", "after")
         fleet.wait_read()
@@ -342,7 +359,7 @@ def test_consul_killed_and_back_is_said_once_and_brokers_go_on(new_broker, tmp_p
             assert events(broker, "consul_lost") == events(broker, "consul_found") == 1
             assert "consul_lost" not in broker.kmq("status").stdout
             assert fleet.shown(broker, "before") and fleet.shown(broker, "after")
-        wait(lambda: "kmq_cluster_lag 0.0" in fleet.a.get("/metrics")[1], "the same in the metrics")
+        until(lambda: "kmq_cluster_lag 0.0" in fleet.a.get("/metrics")[1], "the same in the metrics")
         fleet.queue.close()
     finally:
         agent.close()
@@ -364,7 +381,7 @@ def test_a_broker_with_a_new_disk_reads_all_states_again(fleet):
     fleet.a.down()
     shutil.rmtree(fleet.a.data)
     fleet.a.up()
-    wait(lambda: fleet.shown(fleet.a, "orders"), "the topic")
+    until(lambda: fleet.shown(fleet.a, "orders"), "the topic")
     assert fleet.shown(fleet.a, "orders")["partitions"] == 3
 
 
@@ -410,22 +427,22 @@ def test_a_damaged_file_of_states_lets_no_revoked_token_in(fleet, tmp_path):
     token = fleet.a.kmq("token", "new", "orders").stdout.strip()
     fleet.a.up()
     fleet.say("token", "revoke", "orders")
-    wait(lambda: b"unauthorized" in greeting(fleet.a, token), "the refusal")
+    until(lambda: b"unauthorized" in greeting(fleet.a, token), "the refusal")
     path = fleet.a.data / "cluster/states"
     path.unlink()
-    wait(path.exists, "the file made again")
+    until(path.exists, "the file made again")
     fleet.a.down()
     path.write_bytes(b"")
     env = fleet.a.env | {"KMQ_CONSUL": "127.0.0.1:1"}
     with subprocess.Popen(["kmq", "up", "--no-gateway"], env=env, cwd=fleet.a.root) as up:  # ready once Consul is there
-        wait(
+        until(
             lambda: [found["code"] for found in reasons(fleet.a)] == ["message_not_processed"], "what it is waiting for"
         )
         assert b"unauthorized" in greeting(fleet.a, token)
         fleet.a.down()
         assert up.wait(60) == EXIT_RETRY
     fleet.a.up()
-    wait(lambda: b"tokens/orders" in path.read_bytes(), "the file made from Consul")
+    until(lambda: b"tokens/orders" in path.read_bytes(), "the file made from Consul")
     fleet.a.wait(lambda: fleet.a.kmq("status").returncode == 0, "ready")
     assert b"unauthorized" in greeting(fleet.a, token)
 
@@ -448,7 +465,7 @@ def test_a_consul_restored_while_the_agent_was_down_leads_to_a_snapshot(fleet, i
         fleet.queue.publish("greeting")
     fleet.a.up()
     fleet.wait_read("a")
-    wait(lambda: b"tokens/lost" not in (fleet.a.data / "cluster/states").read_bytes(), "the states as they are now")
+    until(lambda: b"tokens/lost" not in (fleet.a.data / "cluster/states").read_bytes(), "the states as they are now")
 
 
 def test_a_broker_that_is_away_is_not_waited_for_and_can_be_forgotten(fleet):

@@ -204,24 +204,27 @@ def findings(broker, command):
     return {found["code"]: found for found in json.loads(broker.kmq(command, "--json").stdout)["findings"]}
 
 
-def test_a_port_that_is_taken_is_named_and_the_stages_go_on_without_the_gateway(new_broker):
+def test_a_port_that_is_taken_is_named_the_others_serve_and_it_opens_once_it_is_free(new_broker):
     broker = new_broker()
-    for name in ("grpc", "http"):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port, setting = taken.getsockname()[1], f"KMQ_{name.upper()}_PORT"
-            result = broker.kmq("up", **{setting: port})
-        assert result.returncode == CONFIG and result.stdout.startswith("kmq: up; lines in on")
-        assert f"{setting}={port}: cannot listen on 127.0.0.1:{port}" in result.stderr
-        assert "the gateway could not start" in result.stderr and "gRPC on" not in result.stdout
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as other:
+        kafka, rpc = taken.getsockname()[1], other.getsockname()[1]
+        broker.env |= {"KMQ_KAFKA_PORT": str(kafka), "KMQ_GRPC_PORT": str(rpc)}
+        result = broker.kmq("up")
+        assert result.returncode == 0 and result.stdout.startswith("kmq: up; lines in on")
+        assert "HTTP on http://127.0.0.1:" in result.stdout
+        assert "Kafka on" not in result.stdout and "gRPC on" not in result.stdout
+        last = result.stderr.splitlines()[-1]
+        assert last.startswith("kmq: door_closed: ") and f"KMQ_KAFKA_PORT={kafka}" in last
+        assert f"KMQ_GRPC_PORT={rpc}" in last
         broker.send_lines([b"test.a|0|1|x"])
-        assert broker.kmq("status").returncode == 1
+        assert broker.kmq("consume", "test", "--count", "1").returncode == 0
+        assert broker.get("/readyz")[0] == 200
         for command in ("status", "doctor"):
-            found = findings(broker, command)["stopped"]
-            assert found["about"] == "gateway" and found["why"] == "gateway has ended with exit code 78 (config)"
-            assert "kmq down && kmq up" in found["advice"]
-        assert broker.kmq("doctor").returncode == 1
-        assert "gateway" in broker.kmq("consume", "test", "--count", "1").stderr
-        broker.down()
+            assert f"KMQ_KAFKA_PORT={kafka}" in findings(broker, command)["door_closed"]["why"]
+    broker.wait(lambda: "door_closed" not in findings(broker, "status"), "the ports")
+    for port in (kafka, rpc):
+        socket.create_connection(("127.0.0.1", port)).close()
+    broker.down()
     broker.up()
     assert findings(broker, "status") == {}
 

@@ -14,7 +14,7 @@ def broker(tmp_path_factory):
     made = Broker(tmp_path_factory.mktemp("groups") / "b")
     assert made.kmq("topics", "create", "orders", "--partitions", "2").returncode == 0
     made.up()
-    made.send_lines([b"orders.@%d|0||%d" % (n % 2, n) for n in range(20)])
+    made.send_lines([b"orders.@%d|||%d" % (n % 2, n) for n in range(20)])
     made.wait_routed(1 + 20)  # the declaration has a seq, too
     assert made.kmq("consume", "orders", "--group", "report").stdout.count("\n") == 20
     yield made
@@ -65,12 +65,13 @@ def test_a_group_with_members_is_neither_moved_nor_deleted(broker):
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (("describe", "nobody"), 1, "unknown|does not exist|not found"),
-        (("describe", "a b/ü"), 1, "."),
+        (("describe", "nobody"), 78, "group 'nobody' does not exist; see: kmq groups list"),
+        (("describe", "reprot"), 78, "group 'reprot' does not exist; did you mean report[?]"),
+        (("describe", "a b/ü"), 78, "does not exist"),
         (("reset", "report", "--topic", "none", "--to", "latest"), 78, "none"),
         (("reset", "report", "--topic", "orders", "--to", "inf"), 78, "--to 'inf': must be earliest, latest, "),
         (("reset", "report", "--topic", "orders", "--to", "later"), 78, "--to 'later': must be earliest, latest, "),
-        (("delete", "nobody", "--yes"), 1, "nobody"),
+        (("delete", "nobody", "--yes"), 78, "group 'nobody' does not exist"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(broker, words, code, text):

@@ -11,13 +11,13 @@ import re
 import shutil
 import socket
 import subprocess
-import time
 
 import pytest
 import yaml
 from brokers import PATIENCE_S, ROOT
 from grpc_client import Client
 from pages import text
+from waiting import until
 
 
 def block(language):
@@ -40,27 +40,17 @@ def of_containerfile(word):
 @contextlib.contextmanager
 def running(broker, *command, **env):
     """The command as the first process of a service, until it says that it is ready; SIGTERM to it alone at the end."""
-    with open(broker.root / "said", "w+") as said:
+    with open(broker.root / "said", "w") as said:
         process = subprocess.Popen(command, env=broker.env | env, cwd=broker.root, stderr=said, stdout=said)
         try:
-            deadline = time.monotonic() + PATIENCE_S
-            while broker.kmq("status").returncode:
-                said.seek(0)
-                assert process.poll() is None and time.monotonic() < deadline, said.read()
+            read = (broker.root / "said").read_text
+            until(lambda: not broker.kmq("status").returncode, "a broker that is ready", read, process=process)
             yield process
             process.terminate()
             assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
             process.wait()
-
-
-def until(run):
-    """What the command says once it has succeeded, or at the end of all patience: a probe may fail for a moment."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (done := run()).returncode and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return done
 
 
 def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path):
@@ -165,8 +155,8 @@ def test_the_probes_of_a_container_reach_each_address_that_its_arguments_may_nam
     broker.env |= env  # of the container: its probes have it too, and not its arguments
     with running(broker, *of_containerfile("ENTRYPOINT"), f"--listen-addr={host}:0", f"--data-dir={broker.data}"):
         for kind in ("live", "ready"):
-            passes = until(lambda kind=kind: broker.run("python", "-m", "kmq.probe", kind, "gateway"))
-            assert passes.returncode == 0, passes.stdout
+            probe = ("python", "-m", "kmq.probe", kind, "gateway")
+            until(lambda probe=probe: broker.run(*probe).returncode == 0, kind, lambda probe=probe: broker.run(*probe))
         port = int((broker.pipes / "ingress.port").read_text())
         socket.create_connection((reached, port), timeout=30).close()
 

@@ -1,7 +1,9 @@
 """Raw lines into a real broker: what is stored of them over kills, who may send them, what is said and counted."""
 
 import contextlib
+import http.client
 import json
+import logging.handlers
 import os
 import re
 import select
@@ -285,3 +287,57 @@ def test_the_metrics_have_each_intake(broker):
 
     broker.wait(has_both, "both lines in the metrics")
     assert f"kmq_intake_bytes_total{labels} 8.0" in broker.get("/metrics")[1]
+
+
+# --- what programs send, and what no program of ours sends -----------------------------------------------------------
+
+
+def test_python_s_handlers_of_syslog_and_octet_counts_need_no_option(raw):
+    broker = raw("0=tcp 0/udp=udp 0=counted")
+    for at, kind in ((1, socket.SOCK_STREAM), (2, socket.SOCK_DGRAM)):
+        handler = logging.handlers.SysLogHandler(("127.0.0.1", port_of(broker, at)), socktype=kind)
+        for text in ("one", "two\nlines", "three"):
+            handler.handle(logging.makeLogRecord({"msg": text, "levelno": logging.INFO, "levelname": "INFO"}))
+        broker.wait(lambda at=at: counted(broker, at)["lines"] >= 3, "the messages, while the connection is open")
+        handler.close()
+    ship(broker, b"7 <13>one9 <13>two\n\xff", at=3)
+    broker.wait_routed(9)
+    assert payloads(broker, "tcp") == [b"<14>one", b"<14>two\nlines", b"<14>three"]
+    assert payloads(broker, "udp") == [b"<14>one", b"<14>two", b"lines", b"<14>three"]
+    assert payloads(broker, "counted") == [b"<13>one", b"<13>two\n\xff"]
+    assert broker.lines("dead") == []
+
+
+def test_http_and_tls_on_a_port_of_lines_end_with_an_answer_and_nothing_is_stored(broker):
+    broker.env |= {"KMQ_INTAKES": "0=app"}
+    broker.gateway = True
+    broker.up()
+    names = ("ingress", "intake1", "ack", "egress", "status")
+    ports = {name: int((broker.pipes / f"{name}.port").read_text()) for name in names}
+    body = b"app|||forged\n" * 20_000
+    for name, port in ports.items():
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+            with contextlib.suppress(OSError):
+                sock.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nCookie: secret\r\nContent-Length: %d\r\n\r\n" % len(body))
+                sock.sendall(body)
+            answer = http.client.HTTPResponse(sock)
+            answer.begin()
+            text = answer.read().decode()
+        assert answer.status == 400 and "not HTTP. HTTP is on " in text and "KMQ_HTTP_PORT" in text, name
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=60) as sock,
+            pytest.raises(ssl.SSLError, match="alert"),
+        ):
+            ssl._create_unverified_context().wrap_socket(sock)
+    ship(broker, b"after\n")
+    with socket.create_connection(("127.0.0.1", ports["ingress"]), timeout=60) as sock:
+        sock.sendall(b"GET|||a topic of this name\n")
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(1) == b""
+    broker.wait_routed(2)
+    assert payloads(broker, "app") == [b"after"] and len(broker.wal()) == 2
+    for stage in ("ingress", "gateway"):
+        said = rf"stage={stage} event=cut_off .*port of lines"
+        broker.wait(lambda said=said: re.search(said, broker.log()), said)
+        assert len(re.findall(said, broker.log())) <= 10
+    assert "secret" not in broker.log()

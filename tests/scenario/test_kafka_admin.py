@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -160,6 +161,12 @@ def test_a_name_that_a_topic_cannot_have_is_refused_with_the_rule(raw, name):
         ({"configs": [{"name": "max.message.bytes", "value": "1"}]}, ErrorCode.invalid_config),
         ({"configs": [{"name": "min.insync.replicas", "value": "2"}]}, ErrorCode.invalid_config),
         ({"configs": [{"name": "no.such", "value": "1"}]}, ErrorCode.invalid_config),
+        ({"configs": [{"name": "compression.type", "value": "lzma"}]}, ErrorCode.invalid_config),
+        ({"configs": [{"name": "min.cleanable.dirty.ratio", "value": "2"}]}, ErrorCode.invalid_config),
+        ({"configs": [{"name": "flush.ms", "value": "1;x=2"}]}, ErrorCode.invalid_config),
+        ({"configs": [{"name": "min.compaction.lag.ms", "value": "1000"}]}, ErrorCode.invalid_config),
+        ({"configs": [{"name": "unclean.leader.election.enable", "value": "true"}]}, ErrorCode.invalid_config),
+        ({"configs": [{"name": "remote.storage.enable", "value": "true"}]}, ErrorCode.invalid_config),
     ],
 )
 @pytest.mark.parametrize("validate_only", [False, True])
@@ -184,6 +191,92 @@ def test_topics_are_made_as_connect_registries_and_debezium_make_theirs(admin, n
     found = values_of(admin, name)
     wanted = {key.replace("_", "."): value for key, value in config.items()}
     assert {key: found[key] for key in wanted} == wanted | ({"retention.ms": "-1"} if "retention_ms" in config else {})
+
+
+# Settings of topics as products send them: those of their sources, or of their documentation's recipes.
+OF_PRODUCTS = {
+    "connect-offsets": {"cleanup.policy": "compact", "min.insync.replicas": "1"},
+    "connect-source-topic-creation": {"cleanup.policy": "compact", "compression.type": "lz4"},
+    "debezium-topic-creation": {
+        "cleanup.policy": "delete",
+        "retention.ms": "7776000000",
+        "compression.type": "producer",
+        "delete.retention.ms": "86400000",
+        "file.delete.delay.ms": "60000",
+        "max.compaction.lag.ms": FOREVER,
+        "segment.bytes": "1073741824",
+    },
+    "debezium-compacted": {"cleanup.policy": "compact", "min.cleanable.dirty.ratio": "0.01", "compression.type": "lz4"},
+    "mirrormaker-offset-syncs": {"cleanup.policy": "compact"},
+    "mirrormaker-copy-of-a-topic": {
+        "compression.type": "zstd",
+        "flush.messages": "10000",
+        "index.interval.bytes": "8192",
+        "message.downconversion.enable": "true",
+        "message.timestamp.after.max.ms": "3600000",
+        "message.timestamp.before.max.ms": FOREVER,
+        "preallocate": "true",
+        "segment.index.bytes": "1048576",
+        "segment.jitter.ms": "1000",
+        "leader.replication.throttled.replicas": "0:1,1:2",
+        "follower.replication.throttled.replicas": "*",
+    },
+    "_schemas": {"cleanup.policy": "compact"},
+    "karapace-schemas": {"cleanup.policy": "compact"},
+    "streams-repartition": {
+        "cleanup.policy": "delete",
+        "segment.bytes": "52428800",
+        "retention.ms": "-1",
+        "message.timestamp.type": "CreateTime",
+    },
+    "streams-changelog": {"cleanup.policy": "compact", "message.timestamp.type": "CreateTime"},
+    "streams-windowed-changelog": {
+        "cleanup.policy": "compact,delete",
+        "retention.ms": "172800000",
+        "message.timestamp.type": "CreateTime",
+    },
+    "kafka-ui": {
+        "cleanup.policy": "delete",
+        "retention.ms": "604800000",
+        "retention.bytes": "-1",
+        "max.message.bytes": MOST_BYTES,
+        "min.insync.replicas": "1",
+        "unclean.leader.election.enable": "false",
+    },
+    "tiered": {"remote.storage.enable": "false", "local.retention.ms": "-2", "local.retention.bytes": "-2"},
+}
+
+
+@pytest.mark.parametrize("name", OF_PRODUCTS)
+def test_a_topic_with_the_settings_that_a_product_sends_is_made_and_shows_them(broker, admin, name):
+    given, name = OF_PRODUCTS[name], f"of-{name}"
+    assert create(admin, name, **{key.replace(".", "_"): value for key, value in given.items()}) is None
+    found = settings_of(admin, name)
+    assert {key: found[key].value for key in given} == given
+    for key in given.keys() & {"min.cleanable.dirty.ratio", "file.delete.delay.ms", "message.timestamp.after.max.ms"}:
+        assert found[key].source == 1 and not found[key].is_read_only
+
+
+def test_settings_of_no_effect_are_changed_kept_and_taken_back(broker, admin, raw):
+    assert create(admin, "kept", compression_type="lz4", flush_ms="1000") is None
+    assert change(admin, "kept", compression_type="zstd", retention_ms="1000") is None
+    kept = {"retention_age": "1000ms", "kafka_settings": "compression.type=zstd;flush.ms=1000"}
+    assert topics.read(str(broker.data), "kept").limits == kept
+    assert values_of(admin, "kept")["flush.ms"] == "1000"
+    assert change(admin, "kept", flush_ms=(AlterConfigOpType.DELETE, None)) is None
+    assert change(admin, "kept", compression_type="producer") is None
+    assert topics.read(str(broker.data), "kept").limits == {"retention_age": "1000ms"}
+    row = {"resource_type": 2, "resource_name": "kept", "configs": [{"name": "preallocate", "value": "true"}]}
+    assert not raw.ask(Key.ALTER_CONFIGS, 1, resources=[row], validate_only=False).responses[0].error_code
+    asked = [{"resource_type": 2, "resource_name": "kept", "configuration_keys": ["preallocate", "flush.ms"]}]
+    more = {"include_synonyms": True, "include_documentation": True}
+    (found,) = raw.ask(Key.DESCRIBE_CONFIGS, 4, resources=asked, **more).results
+    rows = {row.name: row for row in found.configs}
+    assert (rows["preallocate"].value, rows["preallocate"].documentation) == (
+        "true",
+        "taken and kept, of no effect in KMQ",
+    )
+    assert topics.read(str(broker.data), "kept").limits == {"kafka_settings": "preallocate=true"}
 
 
 def test_the_page_names_each_request_with_the_versions_that_clients_are_told(raw):
@@ -232,6 +325,22 @@ def test_partitions_are_added_also_where_records_have_keys(broker, admin):
     for count in (2, 3, 1025):
         assert done(admin.create_partitions([NewPartitions("grown", count)])) == {"grown": "INVALID_PARTITIONS"}
     assert done(admin.create_partitions([NewPartitions("none", 3)])) == {"none": "UNKNOWN_TOPIC_OR_PART"}
+
+
+def test_a_change_that_the_router_carries_out_later_has_timed_out(broker, admin, raw):
+    assert create(admin, "gone-later") is None and create(admin, "grown-later") is None
+    router = broker.pids()["router"]
+    os.kill(router, signal.SIGSTOP)
+    try:
+        deleted = raw.ask(Key.DELETE_TOPICS, 5, topic_names=["gone-later"])
+        grown = raw.ask(Key.CREATE_PARTITIONS, 3, topics=[{"name": "grown-later", "count": 2, "assignments": None}])
+    finally:
+        os.kill(router, signal.SIGCONT)
+    # Whatever else would send a client to look for the leader of a partition.
+    assert [deleted.responses[0].error_code, grown.results[0].error_code] == [ErrorCode.request_timed_out] * 2
+    assert "carries it out" in grown.results[0].error_message
+    broker.wait(lambda: "gone-later" not in topics.names(str(broker.data)), "the end of the topic")
+    broker.wait(lambda: topics.read(str(broker.data), "grown-later").partitions == 2, "its partitions")
 
 
 def test_topics_of_kmq_itself_are_shown_to_who_names_them_and_cannot_be_changed(admin):

@@ -225,6 +225,7 @@ def test_long_lists_of_topics_do_not_hold_up_the_others(attacked):
 # --- many connections ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("said", [b"", b"\0\0\0", request(Key.API_VERSIONS, 0)], ids=["silent", "half", "polite"])
 def test_thousands_of_strangers_keep_nobody_out(attacked, said):
     before = attacked.resident()

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import struct
 import time
@@ -14,13 +15,21 @@ from datetime import timedelta
 import kafka_members
 import pytest
 from brokers import PATIENCE_S, Broker
-from confluent_kafka import ConsumerGroupState, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
+from confluent_kafka import (
+    Consumer,
+    ConsumerGroupState,
+    ConsumerGroupTopicPartitions,
+    KafkaException,
+    Producer,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient
 from consuls import free_ports
-from kafka_members import Member, await_shared, wait
+from kafka_members import Member, await_shared
 from kafka_peer import Peer
 from kio.schema.errors import ErrorCode
 from line_client import ask
+from waiting import collect, until
 
 import kmq
 from kmq.access import tokens
@@ -132,7 +141,7 @@ def places(begin, end):
 
 
 def await_read(members, wanted):
-    wait(lambda: wanted <= read(members), lambda: f"{wanted - read(members)}: {[*map(str, members)]}")
+    until(lambda: wanted <= read(members), "all", lambda: f"{wanted - read(members)}: {[*map(str, members)]}")
 
 
 # --- what holds for members of either protocol (test_kafka_groups_848.py) ------------------------------------------------
@@ -232,16 +241,16 @@ def test_one_group_has_members_by_http_by_lines_and_by_two_clients_of_kafka(brok
             found["lines"] |= {(message.partition, message.offset) for message in lines.poll(timeout=0.05)}
             return sorted(len(row["assignment"]) for row in described(broker, group)["members"])
 
-        wait(lambda: shared() == [1, 1, 1, 1] and all(map(has_one, members)), lambda: str(described(broker, group)))
+        until(lambda: shared() == [1, 1, 1, 1] and all(map(has_one, members)), instead=lambda: described(broker, group))
         produce(broker, topic, 10)
-        wait(
+        until(
             lambda: bool(shared()) and places(0, 10) <= read(members) | found["http"] | found["lines"],
-            lambda: str(found),
+            instead=lambda: found,
         )
         parts = [read([member]) for member in members] + [*found.values()]
         assert [len({partition for partition, _ in part}) for part in parts] == [1, 1, 1, 1]
         members.pop(0).close()
-        wait(lambda: shared() == [1, 1, 2], lambda: str(described(broker, group)))
+        until(lambda: shared() == [1, 1, 2], instead=lambda: described(broker, group))
         lines.commit()
         assert described(broker, group)["protocol"] == "cooperative-sticky"
 
@@ -418,10 +427,7 @@ def test_who_joins_again_without_need_moves_nothing(broker, peer, topic, group):
         first = join(peer, group, topic)
         sync(peer, group, first)
         send_join(other, group, topic)
-        wait(
-            lambda: beat(peer, group, first.member_id, first.generation_id) == ErrorCode.rebalance_in_progress,
-            lambda: "",
-        )
+        until(lambda: beat(peer, group, first.member_id, first.generation_id) == ErrorCode.rebalance_in_progress)
         first = join(peer, group, topic, first.member_id)
         second = other.read()
         assert first.generation_id == second.generation_id
@@ -458,10 +464,7 @@ def test_a_member_whose_connection_ends_in_joingroup_stays_until_its_session_end
     sync(peer, group, first)
     with Peer.of(broker.pipes) as other:
         send_join(other, group, topic)
-        wait(
-            lambda: beat(peer, group, first.member_id, first.generation_id) == ErrorCode.rebalance_in_progress,
-            lambda: "",
-        )
+        until(lambda: beat(peer, group, first.member_id, first.generation_id) == ErrorCode.rebalance_in_progress)
     begun = time.monotonic()
     first = join(peer, group, topic, first.member_id)
     assert len(assigned(sync(peer, group, first))) == 2, "the other is a member"
@@ -485,7 +488,7 @@ def test_who_is_no_member_or_of_an_old_generation_commits_nothing(broker, peer, 
     assert commit(peer, group, mine, who[0], -1) == [ErrorCode.illegal_generation]
     with Peer.of(broker.pipes) as other:
         send_join(other, group, topic)
-        wait(lambda: beat(peer, group, *who) == ErrorCode.rebalance_in_progress, lambda: "a rebalance")
+        until(lambda: beat(peer, group, *who) == ErrorCode.rebalance_in_progress, "a rebalance")
         assert commit(peer, group, mine, *who) == [ErrorCode.none], "before it gives up what it has"
         first = join(peer, group, topic, first.member_id)
         other.read()
@@ -503,10 +506,7 @@ def test_a_newer_member_of_the_same_static_name_takes_the_place_and_the_older_is
     sync(peer, group, old, group_instance_id="w1")
     with Peer.of(broker.pipes) as other:
         send_join(other, group, topic)
-        wait(
-            lambda: beat(peer, group, old.member_id, old.generation_id) == ErrorCode.rebalance_in_progress,
-            lambda: "a rebalance",
-        )
+        until(lambda: beat(peer, group, old.member_id, old.generation_id) == ErrorCode.rebalance_in_progress)
         old = join(peer, group, topic, old.member_id, **static)
         mine = assigned(sync(peer, group, old, group_instance_id="w1"))
         second = other.read()
@@ -533,7 +533,7 @@ def test_a_static_name_that_is_taken_over_ends_a_joingroup_that_waits(broker, pe
     first = join(peer, group, topic)
     with Peer.of(broker.pipes) as other, Peer.of(broker.pipes) as third:
         send_join(other, group, topic, version=5, group_instance_id="w1")
-        wait(lambda: len(described(broker, group)["members"]) == 2, lambda: "the member")
+        until(lambda: len(described(broker, group)["members"]) == 2, "the member")
         send_join(third, group, topic, version=5, group_instance_id="w1")
         assert other.read().error_code == ErrorCode.fenced_instance_id
         assert join(peer, group, topic, first.member_id).generation_id == third.read().generation_id
@@ -552,7 +552,7 @@ def test_a_leaders_epoch_is_committed_with_the_offset_and_stands_in_the_record(b
     broker.kill("gateway")
     broker.wait(lambda: answers(broker), "the next gateway")
     with Peer.of(broker.pipes) as after:
-        wait(lambda: fetch(after, group, topic)[0] == ErrorCode.none, lambda: "the groups")
+        until(lambda: fetch(after, group, topic)[0] == ErrorCode.none, "the groups")
         assert fetch(after, group, topic)[1][0].committed_leader_epoch == 7
 
 
@@ -560,7 +560,7 @@ def test_a_partition_that_is_refused_for_itself_does_not_stop_the_others(broker,
     produce(broker, topic, 3)
     rows = {
         (topic, 0): 3,
-        (topic, 1): 4,
+        (topic, 1): 1 << 40,  # beyond the end, as Kafka takes it
         (topic, 2): (2, "x" * 1025),
         (topic, 3): -1,
         (topic, PARTITIONS): 0,
@@ -568,21 +568,58 @@ def test_a_partition_that_is_refused_for_itself_does_not_stop_the_others(broker,
     }
     assert commit(peer, group, rows) == [
         ErrorCode.none,
-        ErrorCode.invalid_commit_offset_size,
+        ErrorCode.none,
         ErrorCode.offset_metadata_too_large,
         ErrorCode.invalid_commit_offset_size,
         ErrorCode.unknown_topic_or_partition,
         ErrorCode.unknown_topic_or_partition,
     ]
     found = fetch(peer, group, topic, range(PARTITIONS))[1]
-    assert [row.committed_offset for row in found.values()] == [3, -1, -1, -1]
+    assert [row.committed_offset for row in found.values()] == [3, 1 << 40, -1, -1]
+
+
+def test_a_commit_beyond_the_end_is_taken_and_hides_no_record(broker, peer, topic):
+    """As of a tool that sets offsets ahead: Kafka's members reset, the others begin at the end."""
+    produce(broker, topic, 3)
+    names = [f"{topic}-{kind}" for kind in ("earliest", "http", "lines")]
+    for name in names:
+        assert set(commit(peer, name, {(topic, n): 1000 + n for n in range(PARTITIONS)})) == {ErrorCode.none}
+        assert [row.committed_offset for row in fetch(peer, name, topic, range(PARTITIONS))[1].values()] == [
+            1000 + n for n in range(PARTITIONS)
+        ]
+        assert {row["lag"] for row in described(broker, name)["partitions"]} == {0}
+    metrics = broker.get("/metrics")[1]
+    lags = re.findall(rf'^kmq_group_lag{{group="{topic}-.*}} (\S+)$', metrics, re.MULTILINE)
+    assert lags and {float(each) for each in lags} == {0.0}
+
+    settings = {"bootstrap.servers": f"localhost:{port(broker)}", "group.id": names[0]}
+    consumer = Consumer(settings | {"auto.offset.reset": "earliest"})
+    consumer.subscribe([topic])
+    found = collect(3 * PARTITIONS, lambda: consumer.consume(100, 0.5))
+    consumer.close()
+    assert sorted(each.value().decode() for each in found) == [
+        f"{n}/{at}" for n in range(PARTITIONS) for at in range(3)
+    ]
+
+    path = f"/api/topics/{topic}/consume?group={names[1]}&member=m&format=text&timeoutMs="
+    assert json.loads(broker.get(f"{path}0")[1])["messages"] == []
+    with kmq.Consumer(topic, port=port(broker, "egress"), group_id=names[2]) as member:
+        member.connect()
+        assert member.poll(timeout=0.5) == []
+        produce(broker, topic, 1, 3)
+        expected = {f"{n}/3" for n in range(PARTITIONS)}
+        by_http = collect(PARTITIONS, lambda: json.loads(broker.get(f"{path}500")[1])["messages"])
+        by_lines = collect(PARTITIONS, lambda: member.poll(timeout=0.5))
+        assert {each["value"] for each in by_http} == {each.value.decode() for each in by_lines} == expected
+        member.commit()
+    assert {(row["committed"], row["lag"]) for row in described(broker, names[2])["partitions"]} == {(4, 0)}
 
 
 def test_a_joingroup_that_waits_hears_that_its_member_was_taken_out(broker, peer, topic, group):
     first = join(peer, group, topic)
     with Peer.of(broker.pipes) as other:
         send_join(other, group, topic, "second")
-        wait(lambda: len(described(broker, group)["members"]) == 2, lambda: "the member")
+        until(lambda: len(described(broker, group)["members"]) == 2, "the member")
         url = f"http://127.0.0.1:{port(broker, 'http')}/api/groups/{group}/members/second"
         with urllib.request.urlopen(urllib.request.Request(url, method="DELETE")) as answer:
             assert answer.status == 204
@@ -615,10 +652,7 @@ def test_a_client_that_calls_roundrobin_by_another_name_is_answered_by_that(brok
     sync(peer, group, kafkajs)
     with Peer.of(broker.pipes) as other:
         send_join(other, group, topic, assignors=("roundrobin", "range"))
-        wait(
-            lambda: beat(peer, group, kafkajs.member_id, kafkajs.generation_id) == ErrorCode.rebalance_in_progress,
-            lambda: "",
-        )
+        until(lambda: beat(peer, group, kafkajs.member_id, kafkajs.generation_id) == ErrorCode.rebalance_in_progress)
         kafkajs = join(peer, group, topic, kafkajs.member_id, assignors=("RoundRobinAssigner",))
         assert (kafkajs.protocol_name, other.read().protocol_name) == ("RoundRobinAssigner", "roundrobin")
 
@@ -677,7 +711,7 @@ def test_a_leader_is_told_of_all_members_and_its_bytes_reach_each_of_them(broker
     with Peer.of(broker.pipes) as other:
         led(other, group, "second", send=True, metadata=b"other", group_instance_id="w2")
         who = first.member_id, first.generation_id
-        wait(lambda: beat(peer, group, *who) == ErrorCode.rebalance_in_progress, lambda: "a rebalance")
+        until(lambda: beat(peer, group, *who) == ErrorCode.rebalance_in_progress, "a rebalance")
         first = led(peer, group, first.member_id)
         second = other.read()
         assert second.leader == first.leader == first.member_id and not second.members
@@ -703,7 +737,7 @@ def test_a_leader_is_told_of_all_members_and_its_bytes_reach_each_of_them(broker
         assert beat(peer, group, first.member_id, first.generation_id) == ErrorCode.none
         led(peer, group, first.member_id, send=True)
         who = "second", second.generation_id
-        wait(lambda: beat(other, group, *who) == ErrorCode.rebalance_in_progress, lambda: "what the leader wants")
+        until(lambda: beat(other, group, *who) == ErrorCode.rebalance_in_progress, "what the leader wants")
 
 
 def test_who_waits_for_the_leader_hears_of_the_next_generation_and_of_its_end(broker, peer, group):
@@ -711,7 +745,7 @@ def test_who_waits_for_the_leader_hears_of_the_next_generation_and_of_its_end(br
         first = led(peer, group, "first")
         led(other, group, "second", send=True)
         who = "first", first.generation_id
-        wait(lambda: beat(peer, group, *who) == ErrorCode.rebalance_in_progress, lambda: "a rebalance")
+        until(lambda: beat(peer, group, *who) == ErrorCode.rebalance_in_progress, "a rebalance")
         first, second = led(peer, group, "first"), other.read()
         say_assignments(other, group, second)
         led(third, group, "third", send=True)
@@ -720,7 +754,7 @@ def test_who_waits_for_the_leader_hears_of_the_next_generation_and_of_its_end(br
         first, second = led(peer, group, "first"), other.read()
         third.read()
         say_assignments(other, group, second)
-        wait(lambda: leave(third, group, "second") == ErrorCode.none, lambda: "another client says so")
+        until(lambda: leave(third, group, "second") == ErrorCode.none, "another client says so")
         assert other.read().error_code in (ErrorCode.unknown_member_id, ErrorCode.rebalance_in_progress)
 
 
@@ -876,5 +910,5 @@ def test_nothing_is_said_of_a_group_before_its_offsets_are_loaded(broker, topic,
         os.kill(router, signal.SIGCONT)
     broker.wait(lambda: answers(broker) and broker.status()["gateway"]["state"] == "ready", "the offsets")
     with Peer.of(broker.pipes) as peer:
-        wait(lambda: fetch(peer, group, topic)[0] == ErrorCode.none, lambda: "the groups")
+        until(lambda: fetch(peer, group, topic)[0] == ErrorCode.none, "the groups")
         assert fetch(peer, group, topic)[1][0].committed_offset == 0

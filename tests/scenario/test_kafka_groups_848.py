@@ -12,7 +12,7 @@ import test_kafka_groups as classic
 from brokers import PATIENCE_S
 from confluent_kafka import ConsumerGroupState, Producer
 from confluent_kafka.admin import AdminClient
-from kafka_members import Member, await_shared, wait
+from kafka_members import Member, await_shared
 from kafka_peer import Peer
 from kio.schema.errors import ErrorCode
 from test_kafka_groups import (
@@ -32,6 +32,7 @@ from test_kafka_groups import (
     read,
     sync,
 )
+from waiting import until
 
 from kmq.access import tokens
 
@@ -106,7 +107,7 @@ def test_one_group_has_members_of_both_protocols_and_by_http(broker, topic, grou
             rows = described(broker, group)["members"]
             return sorted(len(row["assignment"]) for row in rows) == [*shares]
 
-        wait(is_shared, lambda: str(described(broker, group)))
+        until(is_shared, instead=lambda: described(broker, group))
 
     share(4)
     new = start(library, **auto)
@@ -115,12 +116,14 @@ def test_one_group_has_members_of_both_protocols_and_by_http(broker, topic, grou
     share(1, 1, 2)
     third = start(**auto)
     share(1, 1, 1, 1)
-    wait(lambda: go_on() and all(map(has_one, (new, old, third))), lambda: f"{new}\n{old}\n{third}")
+    until(lambda: go_on() and all(map(has_one, (new, old, third))), instead=lambda: f"{new}\n{old}\n{third}")
     new.close()
     share(1, 1, 2)
     total = go_on()
     members = [new, old, third]
-    wait(lambda: go_on() and places(0, total) <= read(members) | {*by_http}, lambda: "\n".join(map(str, members)))
+    until(
+        lambda: go_on() and places(0, total) <= read(members) | {*by_http}, instead=lambda: "\n".join(map(str, members))
+    )
     times = Counter(by_http) + Counter((place, offset) for each in members for place, offset, _ in each.messages)
     assert {times[place] for place in places(0, total)} == {1}
     assert all(each.messages for each in members) and by_http
@@ -161,7 +164,7 @@ def test_a_pattern_finds_topics_that_are_made_later(broker, group):
             for number in range(2):
                 other.make_topic(f"{name}-{number}")
                 produce(broker, f"{name}-{number}", 1)
-                wait(lambda: len(member.messages) == PARTITIONS * (number + 1), lambda: str(member))  # noqa: B023
+                until(lambda: len(member.messages) == PARTITIONS * (number + 1), instead=lambda: member)  # noqa: B023
     finally:
         member.kill()
 
@@ -236,9 +239,9 @@ def test_what_a_member_is_asked_for_is_given_to_nobody_until_it_says_so(broker, 
         assert commit(other, group, {(topic, asked[0]): 0}, "b", b.member_epoch, 9) == [ErrorCode.stale_member_epoch]
         beat(peer, group, "a", told.member_epoch, owned={id: kept})
         found = []
-        wait(
+        until(
             lambda: found.append(beat(other, group, "b", b.member_epoch)) or numbers(found[-1]) == asked,
-            lambda: str(found),
+            instead=lambda: found,
         )
         assert commit(other, group, {(topic, asked[0]): 0}, "b", found[-1].member_epoch, 9) == [ErrorCode.none]
         assert commit(peer, group, {(topic, asked[0]): 0}, "a", told.member_epoch, 9) == [ErrorCode.stale_member_epoch]
@@ -256,7 +259,7 @@ def test_what_a_member_says_before_it_has_heard_of_a_request_gives_nothing_up(br
         for number in asked:  # it may be about to read them
             assert commit(peer, group, {(topic, number): 0}, "a", told.member_epoch, 9) == [ErrorCode.none]
         beat(peer, group, "a", told.member_epoch, owned={id: numbers(told)})
-        wait(lambda: len(numbers(beat(other, group, "b", b.member_epoch)) or ()) == 2, lambda: "what was given up")
+        until(lambda: len(numbers(beat(other, group, "b", b.member_epoch)) or ()) == 2, "what was given up")
 
 
 def test_who_is_no_member_or_of_another_epoch_is_told_so(peer, topic, group):
@@ -324,9 +327,9 @@ def test_a_pattern_matches_whole_names(peer, topic, group):
         return numbers(found[-1]) or []
 
     # A topic that nobody names is found by the next look.
-    wait(lambda: len(numbers(found[0])) == 2 * PARTITIONS or len(told()) == 2 * PARTITIONS, lambda: str(found))
+    until(lambda: len(numbers(found[0])) == 2 * PARTITIONS or len(told()) == 2 * PARTITIONS, instead=lambda: found)
     found.append(beat(peer, group, "m", found[-1].member_epoch, pattern=topic))
-    wait(lambda: len(numbers(found[-1]) or told()) == PARTITIONS, lambda: str(found[-3:]))
+    until(lambda: len(numbers(found[-1]) or told()) == PARTITIONS, instead=lambda: found[-3:])
 
 
 def test_a_static_name_is_free_when_its_member_has_left_or_is_gone(peer, topic, group):
@@ -409,14 +412,14 @@ def test_a_topic_has_one_id_for_life_and_another_when_it_is_made_again(broker, p
     broker.kill("gateway")
     broker.wait(lambda: answers(broker), "the next gateway")
     with Peer.of(broker.pipes) as again:
-        wait(lambda: fetched(again, first) == (ErrorCode.none, True), lambda: "the records")
+        until(lambda: fetched(again, first) == (ErrorCode.none, True), "the records")
         assert by_id(again, first) == (ErrorCode.none, topic) and id_of(again, topic) == first
         assert by_id(again, uuid.UUID(int=7)) == (ErrorCode.unknown_topic_id, None)
         assert fetched(again, uuid.UUID(int=7)) == (ErrorCode.unknown_topic_id, False)
         asked = {"topic_names": [topic], "timeout": timedelta(seconds=60)}
         gone, said = (ErrorCode.none, ErrorCode.unknown_topic_or_partition), []
         delete = lambda: again.ask(DELETE_TOPICS, 4, **asked).responses[0].error_code  # noqa: E731
-        wait(lambda: said.append(delete()) or said[-1] in gone, lambda: str(said[-3:]))
+        until(lambda: said.append(delete()) or said[-1] in gone, instead=lambda: said[-3:])
         assert fetched(again, first)[0] in (ErrorCode.unknown_topic_id, ErrorCode.unknown_topic_or_partition)
         # Nobody names it to this door, which still knows the former id.
         made = broker.kmq("topics", "create", topic, "--partitions", str(PARTITIONS))
@@ -427,7 +430,7 @@ def test_a_topic_has_one_id_for_life_and_another_when_it_is_made_again(broker, p
         assert id_of(again, topic) not in (None, first)
         assert fetched(again, first, 1) == (ErrorCode.unknown_topic_id, False)
         # No offset means two records, so what was made again begins behind what there was.
-        wait(lambda: fetched(again, id_of(again, topic), 1) == (ErrorCode.none, True), lambda: "the records")
+        until(lambda: fetched(again, id_of(again, topic), 1) == (ErrorCode.none, True), "the records")
 
 
 def test_a_role_is_asked_for(new_broker):

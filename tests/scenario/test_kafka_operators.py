@@ -4,15 +4,16 @@ import contextlib
 import json
 import socket
 import subprocess
-import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
-from brokers import Broker
+from brokers import ROOT, Broker
 from confluent_kafka import Consumer, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 from kafka_peer import Peer
+from waiting import meanwhile
 
 from kmq.gateway.kafka.wire import Key
 
@@ -46,26 +47,19 @@ def checks(broker, **settings):
 @contextmanager
 def repeated(*actions):
     """Each of these again and again, in a thread of its own, until the block ends. Yields how often, by action."""
-    is_over, done = threading.Event(), dict.fromkeys(actions, 0)
+    done = dict.fromkeys(actions, 0)
 
     def repeat(action):
-        while not is_over.wait(0.5):
-            with contextlib.suppress(KafkaException):
-                action()
-            done[action] += 1
+        with contextlib.suppress(KafkaException):
+            action()
+        done[action] += 1
 
-    threads = [threading.Thread(target=repeat, args=(action,)) for action in actions]
-    for thread in threads:
-        thread.start()
-    try:
+    with meanwhile(*(partial(repeat, action) for action in actions), every_s=0.5):
         yield done
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_clients_that_never_come_to_the_address_they_are_told_are_found(new_broker):
+    subprocess.run([ROOT / "scripts" / "kafka-clients", "kcat"], capture_output=True, check=True)
     broker = new_broker()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         wrong = f"127.0.0.1:{closed.getsockname()[1]}"

@@ -1,8 +1,9 @@
 """Produce through the Kafka door: lines that tail shows, offsets that are right, and each batch of a producer once."""
 
+import json
 import os
 import signal
-import time
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -10,6 +11,7 @@ from brokers import Broker
 from kafka_batches import Sent, framed, records_of
 from kafka_peer import Peer
 from kio.schema.errors import ErrorCode
+from waiting import attempts
 
 EPOCH_IDS = 1 << 44
 LAST_SEQUENCE = (1 << 31) - 1
@@ -52,6 +54,16 @@ def test_a_batch_is_lines_of_its_partition_and_its_offset_is_that_of_the_first(b
     assert (found.error_code, found.base_offset) == (ErrorCode.none, 3)
     assert stored(broker, topic, 1) == [b"a", b"b", b"by a shell", b"c"]
     assert stored(broker, topic, 0) == []
+
+
+def test_a_line_with_its_newline_is_readable_and_every_reader_gives_the_newline_back(broker, topic, peer):
+    sent = [b"a log line\n", b"text", b"\n", b"two\nlines\n"]
+    assert peer.produce(topic, 0, batch(sent)).base_offset == 0
+    assert stored(broker, topic) == [b"a log line", b"text", b"Cg==", b"dHdvCmxpbmVzCg=="]
+    status, body = broker.get(f"/api/topics/{topic}/messages?limit=10&from=earliest")
+    assert status == 200 and [row["value"] for row in json.loads(body)["messages"]] == [
+        value.decode() for value in sent
+    ]
 
 
 def test_every_version_of_produce_is_answered_in_its_form(broker, topic, peer):
@@ -144,13 +156,105 @@ def test_gaps_and_old_epochs_are_refused_and_a_new_epoch_begins_at_0(broker, top
 
 
 def test_sequences_begin_again_at_0_after_the_last_one(broker, topic, peer):
-    pid = new_pid(peer)  # nothing is known of it: it may begin anywhere
+    delete_records(peer, topic, 0, [b"x"])  # its ids may have been there: a producer may begin anywhere
+    pid = new_pid(peer)
     around = batch([b"a", b"b", b"c"], (pid, 0, LAST_SEQUENCE - 1))
-    assert peer.produce(topic, 0, around).base_offset == 0
-    assert peer.produce(topic, 0, batch([b"d"], (pid, 0, 1))).base_offset == 3
-    assert peer.produce(topic, 0, around).base_offset == 0
+    assert peer.produce(topic, 0, around).base_offset == 1
+    assert peer.produce(topic, 0, batch([b"d"], (pid, 0, 1))).base_offset == 4
+    assert peer.produce(topic, 0, around).base_offset == 1
     assert peer.produce(topic, 0, batch([b"e"], (pid, 0, 3))).error_code == ErrorCode.out_of_order_sequence_number
-    assert stored(broker, topic) == [b"a", b"b", b"c", b"d"]
+    assert stored(broker, topic)[-4:] == [b"a", b"b", b"c", b"d"]
+
+
+def delete_records(peer, topic, partition, values):
+    """Produce records, and delete them: the partition begins behind them."""
+    end = peer.produce(topic, partition, batch(values)).base_offset + len(values)
+    topics = [{"name": topic, "partitions": [{"partition_index": partition, "offset": end}]}]
+    found = peer.ask(21, 1, topics=topics, timeout=timedelta(seconds=30))
+    assert found.topics[0].partitions[0].low_watermark == end
+
+
+# --- a topic that is not in force yet --------------------------------------------------------------------------------
+
+
+def test_metadata_shows_the_partitions_of_a_topic_once_batches_are_taken(broker, peer):
+    asked = {"topics": [{"name": "made.late"}], "allow_auto_topic_creation": True}
+    os.kill(broker.pids()["router"], signal.SIGSTOP)
+    try:
+        [made] = peer.ask(3, 4, **asked).topics
+        assert (made.error_code, made.partitions) == (ErrorCode.leader_not_available, ())
+    finally:
+        os.kill(broker.pids()["router"], signal.SIGCONT)
+    assert peer.make_topic("made.late") == 2
+    assert peer.produce("made.late", 0, batch([b"a"])).error_code == ErrorCode.none
+
+
+# --- a first batch that is refused -----------------------------------------------------------------------------------
+
+
+def make(peer, topic):
+    assert peer.make_topic(topic) == 2
+
+
+def empty(peer, topic):
+    """Make a topic whose start says that there were records."""
+    make(peer, topic)
+    delete_records(peer, topic, 0, [b"x"])
+
+
+def grow(peer, topic):
+    topics = [{"name": topic, "count": 3, "assignments": None}]
+    found = peer.ask(37, 1, topics=topics, timeout=timedelta(seconds=30), validate_only=False)
+    assert found.results[0].error_code == ErrorCode.none
+
+
+def nothing(peer, topic):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("begin", "partition", "altered", "code", "mend"),
+    [
+        (nothing, 0, b"", ErrorCode.unknown_topic_or_partition, make),
+        (make, 2, b"", ErrorCode.unknown_topic_or_partition, grow),
+        (make, 0, b"z", ErrorCode.corrupt_message, nothing),
+        (empty, 0, b"z", ErrorCode.corrupt_message, nothing),
+    ],
+    ids=["topic", "partition", "crc", "crc-emptied"],
+)
+def test_what_follows_a_refused_first_batch_is_not_taken_for_the_first(
+    broker, peer, request, begin, partition, altered, code, mend
+):
+    topic, pid = f"first-{request.node.callspec.id}", new_pid(peer)
+    begin(peer, topic)
+    first, second = (batch([b"%d" % n], (pid, 0, n)) for n in (0, 1))
+    altered_first = first[: len(first) - len(altered)] + altered
+    assert peer.produce(topic, partition, altered_first).error_code == code
+    mend(peer, topic)
+    tries = attempts("growth in force")
+    while (found := peer.produce(topic, partition, second).error_code) == ErrorCode.unknown_topic_or_partition:
+        next(tries)
+    assert found == ErrorCode.out_of_order_sequence_number
+    assert [peer.produce(topic, partition, each).error_code for each in (first, second)] == [ErrorCode.none] * 2
+    assert stored(broker, topic, partition)[-2:] == [b"0", b"1"]
+
+
+def test_while_a_batch_may_be_stored_its_client_is_told_of_no_gap(broker, topic, peer):
+    """A client that is told of a gap begins an epoch, and sends again under it what has no answer."""
+    pid, codes = new_pid(peer), []
+    sent = [batch([b"%d" % n], (pid, 0, n)) for n in range(4)]
+    assert peer.produce(topic, 0, sent[0]).error_code == ErrorCode.none
+    durability = broker.pids()["durability"]
+    os.kill(durability, signal.SIGSTOP)
+    try:
+        codes.append(peer.produce(topic, 0, sent[1]).error_code)  # is handed over
+        codes.append(peer.produce(topic, 0, sent[2]).error_code)  # is not: the last id cannot be asked for
+    finally:
+        os.kill(durability, signal.SIGCONT)
+    codes.append(peer.produce(topic, 0, sent[3]).error_code)
+    assert codes == [ErrorCode.request_timed_out] * 3
+    assert [peer.produce(topic, 0, each).base_offset for each in sent[1:]] == [1, 2, 3]
+    assert stored(broker, topic) == [b"0", b"1", b"2", b"3"]
 
 
 def test_other_content_under_a_sequence_is_refused(broker, topic, peer):
@@ -165,15 +269,27 @@ def test_each_partition_has_sequences_of_its_own(broker, topic, peer):
     assert [peer.produce(topic, number, batch([b"a"], (pid, 0, 0))).base_offset for number in (0, 1)] == [0, 0]
 
 
+def restart_gateway(broker):
+    """Kill the gateway, and wait until another one gives producer ids."""
+    os.kill(broker.pids()["gateway"], signal.SIGKILL)
+    for _ in attempts("the next gateway"):
+        with suppress(OSError, AssertionError), Peer.of(broker.pipes) as again:
+            return new_pid(again)
+
+
 def test_no_producer_id_is_given_twice(broker, peer):
     found = [new_pid(peer) for _ in range(5)]
-    pid = broker.pids()["gateway"]
-    os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while len(found) < 10 and time.monotonic() < deadline:
-        try:
-            with Peer.of(broker.pipes) as again:
-                found += [new_pid(again) for _ in range(5)]
-        except (OSError, AssertionError):
-            time.sleep(0.05)
+    found.append(restart_gateway(broker))
+    with Peer.of(broker.pipes) as again:
+        found += [new_pid(again) for _ in range(4)]
     assert len({*found}) == len(found) == 10
+
+
+def test_a_producer_that_has_stored_nothing_begins_with_sequence_0_whatever_the_gateway_forgets(broker, topic, peer):
+    pid = new_pid(peer)
+    assert peer.produce(topic, 7, batch([b"0"], (pid, 0, 0))).error_code == ErrorCode.unknown_topic_or_partition
+    restart_gateway(broker)
+    with Peer.of(broker.pipes) as again:
+        found = again.produce(topic, 0, batch([b"1"], (pid, 0, 1)))
+        assert found.error_code == ErrorCode.out_of_order_sequence_number
+        assert again.produce(topic, 0, batch([b"0"], (pid, 0, 0))).base_offset == 0

@@ -27,7 +27,7 @@ def broker(tmp_path_factory):
     made.env |= {"KMQ_SEGMENT_BYTES": str(SEGMENT), "KMQ_LINE_DEADLINE": "2s"}
     assert made.kmq("topics", "create", "spread", "--partitions", "4").returncode == 0
     made.up()
-    made.send_lines([b"orders|0||%d %b" % (n, b"x" * 100) for n in range(3000)])
+    made.send_lines([b"orders|||%d %b" % (n, b"x" * 100) for n in range(3000)])
     made.send_lines([b"spread|0||%d" % n for n in range(1000)])
     made.send_lines([b"long|0||%b" % (b"y" * 900_000) for n in range(40)])
     made.wait_routed(4041)  # with the declaration

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from line_client import LineClient
+from waiting import until
 
 from kmq.message.text import decode_payload
 
@@ -48,8 +49,7 @@ class Produce:
             self.said += line.decode()
 
     def wait_said(self, words):
-        self.broker.wait(lambda: words in self.said or self.process.poll() is not None, f"{words}, but: {self.said}")
-        assert words in self.said, self.said
+        until(lambda: words in self.said, words, lambda: self.said, process=self.process)
 
     def end(self):
         """Wait for it; its exit code."""
@@ -256,6 +256,36 @@ def test_a_blank_line_is_an_empty_value_and_only_tombstone_is_null(broker, acks)
         assert done.returncode == 0, done.stderr
     broker.wait_routed(4)
     assert values(broker, "users") == [b"Ada", b"", b"", None]
+
+
+def test_the_encoding_of_stdin_is_judged_before_anything_is_sent(broker):
+    broker.up()
+    for codec in ("utf-16", "utf-16-be", "utf-32"):
+        mark = b"" if codec != "utf-16-be" else b"\xfe\xff"
+        done = subprocess.run(
+            ["kmq", "produce", "t"],
+            input=mark + "a\nb\n".encode(codec),
+            env=broker.env,
+            cwd=broker.root,
+            capture_output=True,
+        )
+        assert done.returncode == 78 and b"iconv -f UTF-16 -t UTF-8" in done.stderr, done
+    for text, said in (
+        (b"\xef\xbb\xbfa\nb\n", b"begins with a byte order mark"),
+        ("a line of text\n".encode("utf-16-le"), b"looks like UTF-16"),
+        (b"plain, with one NUL \0\n", b""),
+    ):
+        done = subprocess.run(["kmq", "produce", "t"], input=text, env=broker.env, cwd=broker.root, capture_output=True)
+        assert done.returncode == 0 and said in done.stderr and bool(said) == bool(done.stderr), done
+    broker.wait(lambda: len(broker.lines("t")) == 5, "what was sent")
+    assert values(broker, "t")[:2] == [b"\xef\xbb\xbfa", b"b"]
+
+
+def test_the_topic_of_lines_that_are_no_messages_is_named_to_its_producer(broker):
+    broker.up()
+    done = broker.kmq("produce", "dead.letter_1", "-m", "hello")
+    assert (done.returncode, done.stdout) == (0, "sent 1\n")
+    assert "topic dead is where the broker keeps lines that are no messages" in done.stderr
 
 
 LONG = 256 << 20

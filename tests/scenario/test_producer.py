@@ -16,6 +16,7 @@ import pytest
 from brokers import PATIENCE_S
 from consuls import free_ports
 from line_client import LineClient
+from waiting import until
 
 import kmq
 from kmq.errors import ConfigError
@@ -395,10 +396,7 @@ def test_nobody_listens_and_every_call_that_waits_says_so(broker, connect):
     said = []
     producer = kmq.Producer(port=port, max_in_flight=1, timeout_s=0.3, stall_s=0.1, on_stall=said.append)
     delivery = producer.send("t", b"x")
-    deadline = time.monotonic() + PATIENCE_S
-    while not any("nothing listens on" in text for text in said):  # it has tried to connect
-        assert time.monotonic() < deadline, said
-        time.sleep(0.02)
+    until(lambda: any("nothing listens on" in text for text in said), "an attempt to connect", lambda: said)
     words = rf"unanswered, the oldest for .*not connected for .*nothing listens on 127\.0\.0\.1:{port}"
     for call in (delivery.result, producer.flush, lambda: producer.send("t", b"y"), producer.close):
         began = time.monotonic()

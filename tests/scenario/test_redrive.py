@@ -148,6 +148,40 @@ def test_letters_go_back_once_whatever_was_selected_before(broker):
     assert key == b"orders.@.k7" and headers[b"trace"] == b"t7" and headers[b"replays"] == b"1"
     assert broker.lines("orders.dlq") == before
 
+    # What was deleted after it went back has not gone back.
+    assert broker.kmq("topics", "truncate", "orders", "--before", "6", "--yes").returncode == 0
+    left = broker.lines("orders")
+    assert replay() == f"replayed 6 of orders.dlq; 4 were replayed before{rest}"
+    broker.wait(lambda: len(broker.lines("orders")) == 10, "the letters that went back again")
+    assert replay() == f"replayed 0 of orders.dlq; 10 were replayed before{rest}"
+    assert sorted(fields(line)[2] for line in broker.lines("orders")) == sorted(b"lost %d" % n for n in range(10))
+    assert broker.lines("orders")[:4] == left
+
+
+def test_a_record_that_cannot_go_is_named_and_the_rest_goes(broker):
+    """A dead letter of the greatest length, to which a redrive adds headers; letters too, after KMQ_MAX_LINE was lowered."""
+    broker.up(KMQ_MAX_LINE=8192)
+    broker.env["KMQ_MAX_LINE"] = "8192"
+    broker.send_lines([b"t|0||before", b"t.k|0||" + b"x" * 9000, b"short line", letter(1), b"u|0||behind"])
+    broker.send_lines([letter(2) + b"x" * 6000, letter(3)])
+    broker.wait_routed(7)
+    for _ in range(2):
+        done = broker.kmq("redrive", "dead", "--to", "back.{key}")
+        assert done.returncode == 1 and "redriven 1 of dead" in done.stdout
+        assert "dead/0@0: too_long" in done.stderr and "1 records were refused and stay" in done.stderr
+    broker.wait(lambda: len(broker.lines("back")) == 1, "the record behind it")
+    broker.down()
+    broker.env["KMQ_MAX_LINE"] = "4096"
+    broker.gateway = True
+    broker.up(KMQ_CONSOLE="write")
+    elsewhere = ["--url", f"http://127.0.0.1:{(broker.pipes / 'http.port').read_text().strip()}"]
+    for count, way in ((2, []), (0, []), (0, elsewhere)):
+        done = broker.kmq(*way, "dlq", "replay", "orders")
+        assert done.returncode == 1 and f"replayed {count} of orders.dlq" in done.stdout
+        assert "orders.dlq/0@1: too_long" in done.stdout + done.stderr
+        assert "1 records were refused and stay where they are; too_long: raise KMQ_MAX_LINE" in done.stderr
+    broker.wait(lambda: len(broker.lines("orders")) == 2, "the letters before and behind it")
+
 
 def test_letters_that_are_named_go_back_and_the_answer_says_which_went_before(broker):
     broker.up()

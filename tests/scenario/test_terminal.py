@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-import typer.main
 from brokers import Broker
+from command_tree import every_command
 from typer.testing import CliRunner
 
 from kmq.cli.app import app
@@ -110,15 +110,8 @@ def test_a_topic_that_is_pending_has_no_seq_in_json(broker):
 # --- help and completion ---------------------------------------------------------------------------------------------
 
 
-def commands(command, path=()):
-    """(words, …) of every command there is, groups too."""
-    yield path
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from commands(inner, (*path, name))
-
-
 def test_h_is_help_of_every_command():
-    for path in commands(typer.main.get_command(app)):
+    for path, _ in every_command():
         short, long = (CliRunner().invoke(app, [*path, option]) for option in ("-h", "--help"))
         assert short.exit_code == 0 and short.stdout == long.stdout, path
 

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import until
 
 import kmq
 from kmq import testing
@@ -76,6 +76,38 @@ def test_programs_reach_it_by_its_environment(broker):
     assert [line.rpartition(b"|")[2] for line in broker.lines("orders")][-1:] == [b"hi"]
 
 
+def test_the_worker_of_the_page_runs_as_it_stands_with_its_dead_letters(broker, capsys):
+    """docs/work-queue.md, with the fixture's consumer in place of kmq.Consumer."""
+    broker.reset()
+    page = (Path(__file__).parents[2] / "docs/work-queue.md").read_text()
+    worker = page.partition("## The worker")[2].partition("```python\n")[2].partition("```")[0]
+    assert "kmq.Consumer(" in worker
+    with broker.producer() as producer:
+        for job in (b"welcome", b"broken", b"bye"):
+            producer.send("mails", job, key="u7").result(30)
+    exec(worker.replace("kmq.Consumer(", "broker.consumer("), {"broker": broker})
+    assert capsys.readouterr().out == "[b'bye', b'welcome']\n"
+    assert [line.rpartition(b"|")[2] for line in broker.lines("mails.dlq")] == [b"broken"]
+
+
+def test_a_line_ends_at_its_newline_alone(broker):
+    broker.reset()
+    payloads = [b"one\rtwo", b"three\r", b"\x0bfour\x0c\x85\x1c"]
+    with broker.producer() as producer:
+        for payload in payloads:
+            producer.send("odd", payload).result(30)
+    assert [kmq.Message("odd", 0, at, line).value for at, line in enumerate(broker.lines("odd"))] == payloads
+
+
+def test_clients_of_kafka_reach_it_at_its_kafka_port(broker):
+    confluent_kafka = pytest.importorskip("confluent_kafka")
+    broker.reset()
+    producer = confluent_kafka.Producer({"bootstrap.servers": f"127.0.0.1:{broker.kafka_port}"})
+    producer.produce("cups", b"coffee", key=b"eu")
+    assert producer.flush(30) == 0
+    assert [line.rpartition(b"|")[2] for line in broker.lines("cups")] == [b"coffee"]
+
+
 @pytest.mark.parametrize(
     "look", [testing.TestBroker.lines, lambda broker, topic: broker.reset() or broker.lines(topic)]
 )
@@ -127,10 +159,7 @@ def test_a_killed_test_run_takes_its_broker_along():
         instance = run.stdout.readline().decode().strip()
         assert left(instance) and running(instance)
         run.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while running(instance):
-        assert time.monotonic() < deadline, "the broker lives on"
-        time.sleep(0.02)
+    until(lambda: not running(instance), "the end of the broker")
     assert left(instance) == [f"{instance}.stats"]
     with testing.broker(gateway=False):
         assert left(instance) == []

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from brokers import PATIENCE_S, Broker
 from rich.cells import cell_len
+from waiting import attempts, meanwhile, until
 
 _PLACED = re.compile(r"\x1b\[(\d+);1H|(\x1b\[2J)|(\x1b\[[0-9;?]*[A-Za-z])")
 _CUT = re.compile(r"\x1b(\[[0-9;?]*)?\Z")  # a sequence whose end has not been read yet
@@ -99,20 +100,20 @@ class Terminal:
                 self._row = 0
 
     def until(self, *parts, absent=()):
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
+        def shown():
             shown = self.look()
-            if all(part in shown for part in parts) and not any(part in shown for part in absent):
-                return shown
-            assert time.monotonic() < deadline, f"never shown: {parts}\n{shown}\n{self.raw[-3000:]!r}"
-            assert self.process.poll() is None, self.raw[-3000:]
+            is_all = all(part in shown for part in parts) and not any(part in shown for part in absent)
+            return shown if is_all else None
+
+        instead = lambda: f"{self.look()}\n{self.raw[-3000:]!r}"  # noqa: E731
+        return until(shown, f"{parts} shown", instead, every_s=0, process=self.process)
 
     def ended(self):
         """Wait for the end; return the exit code. The terminal is as it was."""
-        deadline = time.monotonic() + PATIENCE_S
+        tries = attempts("its end", every_s=0)
         while self.process.poll() is None:
+            next(tries)
             self.look()
-            assert time.monotonic() < deadline, "it does not end"
         self.look()
         assert termios.tcgetattr(self.slave) == self.before
         assert self.raw.endswith("\x1b[0m\x1b[?25h\x1b[?1049l"), self.raw[-200:]
@@ -185,12 +186,11 @@ def test_a_closed_terminal_ends_the_command(top):
 def test_a_terminal_that_takes_no_output_does_not_keep_the_command(top):
     screen = top(columns=200, rows=50)
     screen.until("─▶ ingress")
-    deadline = time.monotonic() + PATIENCE_S
-    columns = 200
+    tries, columns = attempts("a terminal that is full", every_s=0), 200
     while select.select([], [screen.slave], [], 0.3)[1]:  # nobody reads: fill what lies between
         columns = 399 - columns
         screen.resize(columns, 50)
-        assert time.monotonic() < deadline
+        next(tries)
     screen.process.send_signal(signal.SIGTERM)
     assert screen.process.wait(timeout=PATIENCE_S) == 0
     assert termios.tcgetattr(screen.slave) == screen.before
@@ -200,11 +200,8 @@ def test_ctrl_z_gives_the_terminal_back_and_fg_takes_it_again(top):
     screen = top()
     screen.until("─▶ ingress")
     screen.process.send_signal(signal.SIGTSTP)
-    deadline = time.monotonic() + PATIENCE_S
     # Its process group is an orphan, which the kernel does not stop: it gives the terminal back and takes it again.
-    while screen.raw.count("\x1b[?1049h") < 2:
-        screen.look()
-        assert time.monotonic() < deadline
+    until(lambda: (screen.look(), screen.raw.count("\x1b[?1049h") >= 2)[1], "the terminal taken again", every_s=0)
     assert screen.raw.index("\x1b[?1049l") < screen.raw.rindex("\x1b[?1049h")
     screen.until("─▶ ingress")
     screen.type("q")
@@ -439,9 +436,7 @@ def test_top_console_metrics_and_status_show_the_same_number_for_the_same_thing(
         )
         return not differing
 
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_same():
-        assert time.monotonic() < deadline, differing
+    until(is_same, "the same everywhere", lambda: differing)
     assert shown(broker)["same", "records"] == {"top": 300, "console": 300, "metrics": 300.0}
     assert shown(broker)["seen", "lag"] == {"top": 300, "console": 300, "metrics": 300.0}
 
@@ -451,27 +446,17 @@ def as_number(value):
 
 
 def test_top_and_console_show_the_same_rates_while_messages_come(broker):
-    done = threading.Event()
+    rates = []
 
-    def send():
-        port = int((broker.pipes / "ingress.port").read_text())
-        with socket.create_connection(("127.0.0.1", port)) as sock:
-            while not done.wait(0.05):
-                sock.sendall(b"rated.k|0|1|x\n" * 50)
+    def are_alike():
+        top = json.loads(broker.kmq("top", "--once", "--json").stdout)
+        console = json.loads(broker.get("/api/overview")[1])
+        topics = [{row["topic"]: row for row in each["topics"]}.get("rated", {}) for each in (top, console)]
+        rates[:] = [each["rates"]["router"]["messages"] for each in (top, console)]
+        rates.extend(row.get("rate") or 0.0 for row in topics)
+        return min(rates) > 0.5 * max(rates) > 100
 
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            top = json.loads(broker.kmq("top", "--once", "--json").stdout)
-            console = json.loads(broker.get("/api/overview")[1])
-            rates = [each["rates"]["router"]["messages"] for each in (top, console)]
-            topics = [{row["topic"]: row for row in each["topics"]}.get("rated", {}) for each in (top, console)]
-            rates += [row.get("rate") or 0.0 for row in topics]
-            if min(rates) > 0.5 * max(rates) > 100:
-                break
-            assert time.monotonic() < deadline, rates
-    finally:
-        done.set()
-        sender.join()
+    port = int((broker.pipes / "ingress.port").read_text())
+    sock = socket.create_connection(("127.0.0.1", port))
+    with sock, meanwhile(lambda: sock.sendall(b"rated.k|0|1|x\n" * 50), every_s=0.05):
+        until(are_alike, "the same rates", lambda: rates)

@@ -163,6 +163,14 @@ def test_what_cannot_be_deleted_is_refused_partition_by_partition(broker):
         assert orders[:-1] == [(ErrorCode.offset_out_of_range, -1), *[(ErrorCode.none, 10)] * 3]
 
 
+def test_a_client_that_does_not_wait_is_told_of_what_is_done_at_once(broker):
+    fill(broker, "orders", range(10))
+    with KafkaClient(int((broker.pipes / "kafka.port").read_text())) as raw:
+        topics = [{"name": "orders", "partitions": [{"partition_index": 0, "offset": 4}]}]
+        (row,) = raw.ask(Key.DELETE_RECORDS, 2, topics=topics, timeout=timedelta(0)).topics[0].partitions
+    assert (row.error_code, row.low_watermark) == (ErrorCode.none, 4)
+
+
 def test_a_request_that_the_router_cannot_carry_out_in_time_is_answered_and_carried_out_later(broker):
     fill(broker, "orders", range(10))
     router = broker.pids()["router"]

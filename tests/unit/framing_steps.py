@@ -8,11 +8,12 @@ from typing import Any
 from received_ends import Lines, Messages, Way, messages, plain
 
 from kmq.framing import parser
-from kmq.framing.blocks import Cut, LineBatch, encode_replies
+from kmq.framing.blocks import ANY_TOPIC, Cut, LineBatch, encode_replies
 from kmq.framing.dedupe import DedupeTable
 from kmq.framing.parser import ReceivedLines
 from kmq.links.layout import BlockLimits, Received
 from kmq.message import record
+from kmq.message.routing import AnyTopic
 
 Part = bytes | Messages | Lines
 MAX = 8192
@@ -63,9 +64,10 @@ class Steps:
         max_line: int = MAX,
         way: Way | None = None,
         limits: BlockLimits = SMALL,
+        topics: AnyTopic = ANY_TOPIC,
     ) -> None:
         """`cut` chooses at which of so many cuts a batch becomes blocks."""
-        self.known, self.cut, self.max_line, self.limits = known, cut, max_line, limits
+        self.known, self.cut, self.max_line, self.limits, self.topics = known, cut, max_line, limits, topics
         self.way = Way() if way is None else way
         self.source = source_of(self.way)
         self.seconds = 0
@@ -82,7 +84,7 @@ class Steps:
         text = self.waiting[: self.waiting.rfind(b"\n") + 1]
         if not text:
             return False
-        made_by = parser.Parser(self.max_line, self.known, self.source, self.limits)
+        made_by = parser.Parser(self.max_line, self.known, self.source, self.limits, self.topics)
         batch = made_by.batch(text, len(self.lines) + 1, self.seconds)
         assert batch.more == (batch.used < len(text))
         cuts, replies = cuts_in(batch), batch.replies

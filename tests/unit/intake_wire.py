@@ -6,11 +6,12 @@ from pathlib import Path
 
 from fifo_reading import read_all
 from framing_steps import Steps, table
-from received_ends import Way, new_row
+from received_ends import Way
+from stats_rows import row_of
 
 from kmq.ingress import hello
 from kmq.ingress.connection import ACKED, PLAIN, Connection
-from kmq.ingress.producers import Intake
+from kmq.ingress.receiving import Intake
 from kmq.links.fifo import Sender, open_fifo
 from kmq.links.received import Handover
 
@@ -25,7 +26,7 @@ class Wire:
         self.raw = open_fifo(str(directory), "raw")
         self.way = Way(ring_bytes)
         self.handover = Handover(self.raw, self.way.writer)
-        self.intake = Intake(self.handover, MAX, new_row(), self.greet)
+        self.intake = Intake(self.handover, MAX, row_of("ingress"), self.greet)
         self.steps = Steps(table(), max_line=MAX, way=self.way)
         self.text = b""  # of the FIFO
         self.greeted = 0

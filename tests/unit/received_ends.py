@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from fake_logger import FakeLogger
 
-from kmq.broker.stats import _ROW, Row
 from kmq.links import fifo, layout
 from kmq.links.fifo import Sender
 from kmq.links.layout import BLOCKS, TAIL, Identity
@@ -43,13 +42,6 @@ def messages(
 
 def plain(*lines: bytes) -> Lines:
     return Lines(lines)
-
-
-def new_row() -> Row:
-    """Return a row of no stats page."""
-    row = Row()
-    row.lie_in(memoryview(bytearray(8 * _ROW)).cast("Q"))
-    return row
 
 
 def joined(lines: Iterable[bytes]) -> bytes:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Self
 from fake_logger import FakeLogger
 from made_data import write_data
 from made_up import FIRST_TS, block, no_room
+from waiting import PATIENCE_S, until_async
 
 from kmq.broker.clock import AgeClock
 from kmq.broker.stage import Stage
@@ -42,7 +44,6 @@ from stages import durability, framer
 SECRET = b"a secret of a shard"
 LINEAGE = "1" * 32
 MAX_LINE = 4096
-PATIENCE_S = 100.0
 NAMES = ("a", "b", "c")
 
 
@@ -53,12 +54,7 @@ def first_register(leader: str, isr: Sequence[str], epoch: int = 1) -> Register:
 
 async def until(condition: Callable[[], object], *tasks: asyncio.Task[Any]) -> None:
     """Wait until it is true, or one of the tasks has failed."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            for task in tasks:
-                if task.done():
-                    task.result()
-            await asyncio.sleep(0.001)
+    await until_async(lambda: condition() or any(task.result() for task in tasks if task.done()))
 
 
 class Broker:
@@ -125,7 +121,7 @@ class Broker:
     def promise(self, register: Register, leader: str = "") -> None:
         """Promise it, on disk, and act on it. `leader`: its address."""
         self.files.promise(register)
-        self.roles.act(Duty(register, self.id, leader))
+        self.roles.act(Duty(register, self.id, leader, as_of=time.monotonic()))
 
     def send(self, *lines: bytes) -> None:
         """Write lines into the FIFO, as a shell does."""

@@ -51,6 +51,10 @@ def test_every_reason_and_every_warning_is_an_alert_of_its_own():
     expected = {named(code): f'kmq_not_ready{{reason="{code}"}} == 1' for code in health.REASONS}
     expected |= {named(code): f'kmq_warning{{reason="{code}"}} == 1' for code in health.ALL_WARNINGS}
     assert of_codes == expected
+    others = {rule["alert"] for rule in RULES} - of_codes.keys()
+    assert others == {"KmqScrapeFails", "KmqGone"}, "one list: only what a broker cannot say of itself is no finding"
+    sections = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in RULES if rule["alert"] in of_codes}
+    assert sections == {named(code): f"{BASE}#{code}" for code in (*health.REASONS, *health.ALL_WARNINGS)}
 
 
 def test_every_alert_has_a_severity_a_summary_and_a_runbook():

@@ -1,11 +1,11 @@
 """Which topics a message may name, asked before it is numbered."""
 
 import os
-import time
 
 import pytest
 from framing_steps import SMALL, source_of
 from received_ends import Way, messages
+from waiting import until
 
 from kmq.framing import blocks, parser
 from kmq.framing.dedupe import DedupeTable
@@ -104,10 +104,7 @@ def test_an_accepted_name_counts_until_the_router_is_past_it_without_making_it(w
     assert world.catalog(most=2).refusal(b"b|0|1|x", 6) == ""
     assert catalog.refusal(b"b|0|1|x", 6) == "too_many_topics"
     world.routed = 5  # drop_oldest took it
-    deadline = time.monotonic() + PATIENCE_S
-    while catalog.refusal(b"b|0|1|x", 6) and time.monotonic() < deadline:  # until a listing is due again
-        time.sleep(0.001)
-    assert catalog.refusal(b"b|0|1|x", 6) == ""
+    until(lambda: catalog.refusal(b"b|0|1|x", 6) == "", "the next listing")
 
 
 def test_what_is_numbered_and_not_routed_counts_after_a_restart(world):

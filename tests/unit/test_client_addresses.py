@@ -12,7 +12,7 @@ import pytest
 from consumer_peer import EU, Peer, Server
 
 import kmq
-from kmq.client import producer_core
+from kmq.client import consumer_protocol, producer_core
 from kmq.client.connection import address_of, read_hosts
 from kmq.errors import ConfigError
 
@@ -141,7 +141,7 @@ def test_what_a_broker_has_not_answered_goes_to_the_next_with_the_same_id(doors,
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_broker_that_hangs_is_left_for_the_next_address_and_alone_is_waited_for(doors, monkeypatch, is_async):
     """Its kernel accepts and keeps connections; nobody reads."""
-    monkeypatch.setattr(producer_core, "ANSWER_S", 0.3)
+    monkeypatch.setattr(producer_core, "ELSEWHERE_S", 0.3)
     hung, leader = doors(acks=9), doors(acks=9)
     hung.holds = True
     assert sends(f"{hung.address},{leader.address}", is_async) > 0
@@ -195,6 +195,22 @@ def test_a_consumer_goes_to_the_next_address_as_the_same_member_and_not_back(doo
                     found += [message.offset for message in consumer.poll(timeout=PATIENCE_S)]
         assert found == [0, 1, 2, 3, 4]
         assert len(servers[1].sessions) == 1 and len(set(peer.members)) == 1 and unled.connections
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_a_consumer_leaves_a_broker_that_answers_fetches_and_no_commits(monkeypatch):
+    monkeypatch.setattr(consumer_protocol, "ELSEWHERE_S", 0.5, raising=False)
+    peer = Peer({EU: 2})
+    servers = [Server(peer), Server(peer)]
+    servers[0].drops = b"!commit"
+    try:
+        host = ",".join(f"{HOST}:{server.port}" for server in servers)
+        with kmq.Consumer("orders", host=host, group_id="g") as consumer:
+            assert len(consumer.poll(timeout=PATIENCE_S)) == 2
+            consumer.commit(timeout=15.0)
+        assert peer.committed[EU] == 2 and servers[1].sessions
     finally:
         for server in servers:
             server.close()

@@ -2,10 +2,10 @@
 
 import pytest
 from fake_logger import FakeLogger
+from stats_rows import row_of
 
 from kmq.broker import clock
 from kmq.broker.clock import GAP_S, JUMP_S, STEADY_S, AgeClock, off_by_s, steady_in_s, trust
-from kmq.broker.stats import _FIELDS, Row
 
 NOON = 1_800_000_000.0
 HOUR = 3600
@@ -33,9 +33,7 @@ def times(monkeypatch):
 
 @pytest.fixture
 def row():
-    made = Row()
-    made.lie_in(memoryview(bytearray(8 * len(_FIELDS))).cast("Q"))
-    return made
+    return row_of("framer")
 
 
 def age_clock(row, last_record_s=NOON, logger=None):

@@ -6,12 +6,12 @@ import os
 import pathlib
 import random
 import shutil
-import threading
-import time
 
 import pytest
+from compacting import install
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room, stored
+from waiting import attempts, meanwhile
 
 from kmq.errors import BusyError, ConfigError, CorruptError
 from kmq.log import compaction, identity, index, reader, segment, topics
@@ -135,7 +135,7 @@ def test_a_damaged_segment_is_not_laid_out(data):
         file.write(b"\xff")
     with compaction.compactor(data) as where, pytest.raises(DamageError):
         compaction.lay_out(data, which, gone[which.first], where)
-    assert compaction.waiting(data) == [] and sorted(os.listdir(compaction.outbox(data))) == [".owner", ".wanted"]
+    assert compaction.waiting(data) == [] and os.listdir(compaction.outbox(data)) == [".owner"]
 
 
 def test_a_segment_that_does_not_reach_the_next_one_is_not_laid_out(data):
@@ -145,34 +145,22 @@ def test_a_segment_that_does_not_reach_the_next_one_is_not_laid_out(data):
         compaction.lay_out(data, longer, gone[which.first], where)
 
 
-def test_what_a_dead_compactor_was_making_goes_and_its_tasks_lay_out_nothing_more(data):
-    (which, *_), gone, _ = plan(data)
+def test_what_a_dead_compactor_was_making_goes(data):
     left = f"{compaction.outbox(data)}/.new-of-one-who-was-killed"
     os.makedirs(f"{left}/half")
     with compaction.compactor(data):
-        assert not os.path.exists(left)
-        with pytest.raises(FileNotFoundError):
-            compaction.lay_out(data, which, gone[which.first], left)
-    assert compaction.waiting(data) == []
+        assert not os.path.exists(left) and compaction.waiting(data) == []
 
 
-def test_two_compactors_of_a_directory_exclude_each_other(data, monkeypatch):
-    monkeypatch.setattr("kmq.links.ownership.OWNER_WAIT_S", 0.01)
-    with compaction.compactor(data), pytest.raises(BusyError, match="compaction"), compaction.compactor(data):
+def test_two_compactors_of_a_directory_exclude_each_other(data):
+    busy = pytest.raises(BusyError, match="compaction is held by pid=")
+    with compaction.compactor(data), busy, compaction.compactor(data):
         pass
-
-
-def test_another_attempt_of_the_same_task_is_left_out(data):
-    (which, *_), gone, kept = plan(data)
-    with compaction.compactor(data) as where:
-        for _ in range(2):
-            compaction.lay_out(data, which, gone[which.first], where)
-    compaction.settle(data)
-    assert kept.items() <= records(data).items() and findings(data) == []
 
 
 def test_what_else_lies_there_stops_nobody(data):
     with compaction.compactor(data):
+        pathlib.Path(f"{compaction.outbox(data)}/.wanted").touch()  # a lock of earlier releases
         for name in ("notes", "users-0-1", "users-0-1-x", ".users-0-0-9"):
             os.mkdir(f"{compaction.outbox(data)}/{name}")
     assert compaction.waiting(data) == []
@@ -181,16 +169,16 @@ def test_what_else_lies_there_stops_nobody(data):
 def test_a_compactor_that_fails_leaves_nothing(data):
     with pytest.raises(KeyError), compaction.compactor(data) as where:
         raise KeyError(where)
-    assert sorted(os.listdir(compaction.outbox(data))) == [".owner", ".wanted"]
+    assert os.listdir(compaction.outbox(data)) == [".owner"]
 
 
 # --- installing ------------------------------------------------------------------------------------------------------
 
 
-def test_a_compactor_that_finds_the_broker_down_installs_and_a_start_finds_it_whole(data):
+def test_what_is_installed_makes_the_log_shorter_and_a_start_finds_it_whole(data):
     before = bytes_of(data)
     _, kept = lay_out(data)
-    compaction.settle(data)
+    install(data)
     assert records(data) == kept and findings(data) == [] and bytes_of(data) < 0.7 * before
     again = start(data, COUNT)
     assert (state(again).end_offset, state(again).last_seq, state(again).size) == (COUNT, COUNT, bytes_of(data))
@@ -238,28 +226,14 @@ def test_what_retention_or_a_rebuild_has_changed_meanwhile_is_discarded(data):
     assert findings(data) == []
 
 
-@pytest.mark.parametrize("owner", ["router", "compactor"])
-def test_a_topic_that_is_not_declared_so_is_never_touched(data, owner):
+def test_a_topic_that_is_not_declared_so_is_never_touched(data):
     _, _ = lay_out(data)
     path = topics.toml_path(data, "users")
     text = pathlib.Path(path).read_text()
     pathlib.Path(path).write_text(text.replace('cleanup = "compact"\n', ""))
     before = records(data)
-    if owner == "router":
-        queues = start(data, COUNT)
-        queues.tick()
-    else:
-        compaction.settle(data)
+    start(data, COUNT).tick()
     assert records(data) == before and compaction.waiting(data) == [] and len(before) == COUNT
-
-
-def test_a_compactor_waits_for_the_router_and_says_so_when_it_does_not_come(data):
-    lay_out(data)
-    lock = compaction.FileLock(f"{data}/topics/.owner")
-    assert lock.try_acquire("the router")
-    with pytest.raises(BusyError, match="the router has not installed"):
-        compaction.settle(data, timeout_s=0)
-    lock.release()
 
 
 # --- crashes ---------------------------------------------------------------------------------------------------------
@@ -288,14 +262,13 @@ class Power:
         return wrapped
 
 
-@pytest.mark.parametrize("owner", ["router", "compactor"])
 @pytest.mark.parametrize("at", range(1, 14))
-def test_a_kill_at_every_step_of_the_swap_loses_nothing_and_is_finished_later(data, monkeypatch, at, owner):
+def test_a_kill_at_every_step_of_the_swap_loses_nothing_and_is_finished_later(data, monkeypatch, at):
     _, kept = lay_out(data)
-    queues = start(data, COUNT) if owner == "router" else None
+    queues = start(data, COUNT)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         Power(patch, at)
-        queues.tick() if queues else compaction.settle(data)
+        queues.tick()
     assert kept.items() <= records(data).items()  # readers, before anybody has started again
     queues = start(data, COUNT)
     assert (state(queues).end_offset, state(queues).last_seq) == (COUNT, COUNT)
@@ -328,7 +301,7 @@ def test_a_kill_before_the_index_is_renamed_is_healed_by_a_start_alone(data):
     os.rename(f"{which.place(data)}/log", which.path(data))
     start(data, COUNT)
     assert index.is_whole(which.path(data))
-    compaction.settle(data)
+    install(data)
     assert findings(data) == []
 
 
@@ -354,7 +327,7 @@ def test_readers_between_any_two_steps_of_the_swap_see_every_kept_record_once(da
     with monkeypatch.context() as patch:
         for name, real in calls.items():
             patch.setattr(os, name, look_first(real))
-        compaction.settle(data)
+        install(data)
     assert looked[0] == COUNT and looked[-1] == len(kept) and len(set(looked)) > 5
 
 
@@ -384,40 +357,30 @@ def test_a_reader_that_holds_a_segment_reads_it_to_its_end(data):
     (which, *_), _ = lay_out(data)
     before = pathlib.Path(which.path(data)).read_bytes()
     with SegmentReader(which.path(data), which.first, False, True) as held:
-        compaction.settle(data)
+        install(data)
         assert b"".join(checked.lines for checked in held.checked_lines(which.first)) == before
 
 
 def test_readers_in_a_loop_while_segments_are_swapped_again_and_again(data):
     """Threads of the same process, in real time; a few seconds."""
     sealed, gone, kept = plan(data)
-    stop, failed, rounds = threading.Event(), [], [0, 0]
+    rounds, swaps = [0, 0], 0
     originals = {each.first: pathlib.Path(each.path(data)).read_bytes() for each in sealed}
 
     def read(number):
-        try:
-            while not stop.is_set():
-                found = records(data)
-                assert kept.items() <= found.items()
-                rounds[number] += 1
-        except BaseException as err:
-            failed.append(err)
+        assert kept.items() <= records(data).items()
+        rounds[number] += 1
 
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    deadline, swaps = time.monotonic() + 60, 0
-    while (swaps < 8 or min(rounds) < 4) and not failed and time.monotonic() < deadline:
-        with compaction.compactor(data) as where:
-            for each in sealed:
-                compaction.lay_out(data, each, gone[each.first], where)
-        compaction.settle(data)
-        assert originals[sealed[0].first] != pathlib.Path(sealed[0].path(data)).read_bytes()
-        swaps += 1
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not failed and swaps >= 8 and min(rounds) >= 4
+    with meanwhile(lambda: read(0), lambda: read(1)) as failed:
+        tries = attempts("8 swaps, and 4 rounds of both", lambda: (swaps, rounds), every_s=0)
+        while (swaps < 8 or min(rounds) < 4) and not failed:
+            next(tries)
+            with compaction.compactor(data) as where:
+                for each in sealed:
+                    compaction.lay_out(data, each, gone[each.first], where)
+            install(data)
+            assert originals[sealed[0].first] != pathlib.Path(sealed[0].path(data)).read_bytes()
+            swaps += 1
 
 
 # --- what else reads the files ---------------------------------------------------------------------------------------
@@ -425,7 +388,7 @@ def test_readers_in_a_loop_while_segments_are_swapped_again_and_again(data):
 
 def test_lookups_by_seq_and_by_time_find_the_next_record_that_is_left(data):
     lay_out(data)
-    compaction.settle(data)
+    install(data)
     kept = sorted(records(data))
     log = reader.partition(data, "users", 0)
     for offset in range(0, COUNT, 13):
@@ -451,7 +414,7 @@ def test_an_index_is_made_of_a_log_with_long_runs_of_bare_newlines(tmp_path):
 def test_a_lost_or_cut_compacted_segment_comes_back_from_the_wal_at_its_offsets(data, lost):
     before = records(data)
     _, kept = lay_out(data)
-    compaction.settle(data)
+    install(data)
     start(data, COUNT).close()
     (_, _), (_, path), *_ = segment.listing(f"{data}/topics/users/0")
     if lost == "file":
@@ -473,7 +436,7 @@ def test_a_lost_or_cut_compacted_segment_comes_back_from_the_wal_at_its_offsets(
 def test_a_damaged_block_of_a_compacted_segment_is_healed_from_the_wal(data, seed):
     before = records(data)
     _, kept = lay_out(data)
-    compaction.settle(data)
+    install(data)
     rng = random.Random(seed)
     _, path = rng.choice(segment.listing(f"{data}/topics/users/0")[:-1])
     at = rng.randrange(os.path.getsize(path) - 64)
@@ -495,7 +458,7 @@ def bare_at_the_end_of_a_block(data):
     count = next(n for n in range(len(sizes)) if 1024 - 60 < sum(sizes[:n]) < 1024)  # a line has at most 120 bytes
     with compaction.compactor(data) as where:
         compaction.lay_out(data, which, range(which.first + count, which.first + count + 60), where)
-    compaction.settle(data)
+    install(data)
     start(data, COUNT).close()
     position = index.read_entries(segment.index_path(which.path(data)), 1 << 62)[1].position
     assert pathlib.Path(which.path(data)).read_bytes()[position - 2 : position + 1] == b"\n\n\n"

@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
+from command_tree import every_command
 from test_docs import anchors
 
-from kmq.broker import damage, health, stage, stats
+from kmq.broker import concerns, damage, health, stage, stats
 from kmq.broker.clock import STEADY_S
 from kmq.broker.stats import ADMISSIONS, PROBLEMS, ROLES, STATES, StatsPage
-from kmq.cli import app
 from kmq.config.settings import STAGES, load, table
 from kmq.config.values import GIB, MIB
 from kmq.log.damage import DamageError
@@ -29,7 +28,7 @@ def page(tmp_path, monkeypatch):
     """The page of a broker whose processes are all ready."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KMQ_INSTANCE", f"concerns-{os.getpid()}")
-    for module in (health, stats):  # a machine may have been up for some minutes only
+    for module in (concerns, stats):  # a machine may have been up for some minutes only
         monkeypatch.setattr(module, "RESTARTED_S", LIFE_S)
     settings = load()
     made = StatsPage(settings.instance, open_data(settings.data), settings.data)
@@ -79,6 +78,10 @@ CASES = {  # code: (process, words that raise it, words that just do not)
         {"quota_limit": 100 * MIB, "quota_used": 95 * MIB - 1},
     ),
     "clock_behind": ("framer", {"clock_behind": 60}, {"clock_behind": 59}),
+    "door_closed": ("gateway", {"doors_closed": 1 << 4}, {"doors_closed": 0}),
+    "group_crashing": ("gateway", {"groups": 3, "groups_crashing": 1}, {"groups_crashing": 0}),
+    "letter_refused": ("gateway", {"letters_refused": 1}, {"letters_refused": 0}),
+    "nacked_waiting": ("gateway", {"nacked_waiting": 1}, {"nacked_waiting": 0}),
     "group_stalled": (
         "gateway",
         {"groups": 3, "groups_stalled": 1, "group_stalled_lag": 7},
@@ -102,6 +105,7 @@ TIMED = {  # the same with words that hold a moment: (process, seconds ago that 
     "hw_stands": ("replica", {"behind_since": 11}, {"behind_since": 5}, {}),
     "isr_small": ("replica", {"small_since": 61}, {"small_since": 50}, {}),
 }
+AWAY = {"pid": 1, "state": STATES.index("starting"), "heartbeat": time.monotonic_ns}
 LEADING = {"pid": 1, "state": STATES.index("ready"), "role": ROLES.index("leading"), "version": 3, "in_isr": 1}
 for code in ("hw_stands", "isr_small"):
     TIMED[code][3].update(LEADING | {"isr": 2, "brokers": 3, "min_insync": 2, "heartbeat": time.monotonic_ns})
@@ -137,7 +141,51 @@ def test_in_a_pod_no_finding_names_what_a_pod_does_not_have(page, monkeypatch):
 
 
 def test_every_concern_has_its_case():
-    assert {*CASES, *TIMED} == {*health.CONCERNS}
+    rest = {"follower_slow"}  # which has a test of its own
+    assert {*CASES, *TIMED, *stats.TRENDS} == {*concerns.CONCERNS} - rest
+
+
+@pytest.mark.parametrize("code", stats.TRENDS)
+def test_a_trend_is_a_finding_while_the_gateway_that_says_so_runs(page, code):
+    set_words(page.rows["agent"], **AWAY if code.startswith("agent_") else {})
+    assert found(page) == {}
+    page.publish_trend(code, 70_000, 90_000)
+    finding = found(page)[code]
+    figures = "19 hours" if code in ("disk_fills", "quota_fills") or code.startswith("agent_") else "70,000"
+    assert [*found(page)] == [code] and figures in finding.why
+    page.rows["gateway"].heartbeat = ago(60)
+    assert code not in found(page), "nobody knows any more"
+    page.rows["gateway"].heartbeat = time.monotonic_ns()
+    page.rows["gateway"].end(0)
+    assert found(page) == {}, "a gateway that has ended in order is none"
+
+
+def test_what_the_page_says_of_the_agent_is_said_once(page):
+    set_words(page.rows["agent"], pid=1, state=STATES.index("stopped"), exit_code=78)
+    for code in ("agent_behind", "agent_disconnected"):
+        page.publish_trend(code, 90)
+    assert [*found(page)] == ["agent_ended"]
+
+
+def test_a_slow_follower_is_named_with_what_it_costs_and_whether_acknowledgements_wait(page):
+    set_words(page.rows["replica"], **TIMED["isr_small"][3])
+
+    def publish(**slow):
+        quick = {"connected": 1, "in_isr": 1, "ack_delay_us": 4_000}
+        page.publish_followers([("b", quick), ("c", {"connected": 1, "ack_delay_us": 1_600_000} | slow)])
+
+    publish(in_isr=1)
+    assert found(page) == {}
+    publish(in_isr=1, slow_since=ago(1))
+    finding = found(page)["follower_slow"]
+    assert "broker c takes 1.6 s" in finding.why and "the quickest of the others 4.0 ms" in finding.why
+    assert "acknowledgements wait for it" in finding.why and "fewer than 2" in finding.why
+    publish(in_isr=0, slow_since=ago(1))
+    page.rows["replica"].small_since = ago(61)
+    assert "no acknowledgement waits" in found(page)["follower_slow"].why
+    assert "out of it: c" in found(page)["isr_small"].why
+    page.publish_followers([])
+    assert page.followers() == [] and "follower_slow" not in found(page)
 
 
 @pytest.mark.parametrize("code", CASES)
@@ -209,7 +257,7 @@ def test_reasons_come_first_then_warnings_with_causes_before_consequences(page):
     page.rows["ingress"].disk_free = 1
     page.rows["durability"].heartbeat = ago(60)
     codes = [*found(page)]
-    assert codes[0] == "dead" and codes[1:] == [code for code in health.CONCERNS if code in CASES]
+    assert codes[0] == "dead" and codes[1:] == [code for code in concerns.CONCERNS if code in CASES]
     severities = [finding.severity for finding in found(page).values()]
     assert severities == ["error"] + ["warning"] * len(CASES)
 
@@ -231,16 +279,17 @@ def raised(page):
     for code, (process, raising, _, others) in TIMED.items():
         set_words(page.rows[process], **others, **{name: ago(seconds) for name, seconds in raising.items()})
         yield found(page)[code]
-
-
-def commands(group, names=("kmq",)):
-    for name, command in getattr(group, "commands", {}).items():
-        yield (*names, name)
-        yield from commands(command, (*names, name))
+    page.rows["agent"].wipe()
+    page.rows["durability"].slow_syncs = 0
+    for code in stats.TRENDS:
+        if code == "agent_disconnected":
+            page.publish_trend("agent_behind")
+        page.publish_trend(code, 1)
+        yield found(page)[code]
 
 
 def test_every_advice_names_commands_settings_and_a_section_that_are_there(page):
-    known = {*commands(typer.main.get_command(app.app))}
+    known = {("kmq", *words) for words, _ in every_command()}
     for finding in raised(page):
         path, _, anchor = finding.section.partition("#")
         assert anchor == finding.code and anchor in anchors((ROOT / path).read_text()), finding.section
@@ -258,7 +307,7 @@ def settings_there():
 def test_every_code_has_its_section():
     sections = anchors((ROOT / "docs/operations.md").read_text())
     assert {*health.REASONS, *health.ALL_WARNINGS} <= sections
-    assert {*health.CONCERNS, *health.WARNINGS} == {*health.ALL_WARNINGS}
+    assert {*concerns.CONCERNS, *health.WARNINGS} == {*health.ALL_WARNINGS}
 
 
 # --- damage that `kmq verify` has found ------------------------------------------------------------------------------
@@ -382,6 +431,13 @@ def test_a_follower_is_ready_in_the_isr_only(shard):
     assert verdict.against("replica") is not None and verdict.against("router") is None and verdict.lifeless is None
 
 
+def test_a_follower_without_a_connection_to_its_leader_is_unready_and_says_so(shard):
+    set_role(shard, "waiting", "following", version=3, in_isr=1)
+    assert [*found(shard)] == ["no_leader"]
+    assert "no connection to its leader" in found(shard)["no_leader"].why
+    assert "network" in found(shard)["no_leader"].advice
+
+
 def test_without_a_leader_each_stage_that_waits_is_unready_for_one_reason_and_alive(shard):
     set_role(shard, "waiting", "unled")
     assert [*found(shard)] == ["no_leader"] and "is not begun" in found(shard)["no_leader"].why
@@ -414,6 +470,15 @@ def test_a_replica_that_has_ended_or_does_not_begin_is_a_reason_and_consul_s_abs
     shard.rows["router"].state = STATES.index("ready")
     row.wipe()
     assert [*found(shard)] == ["down"]
+
+
+@pytest.mark.parametrize("code", ["consul_lost", "agent_ended"])
+def test_a_broker_that_accepts_nothing_is_not_said_to_accept_because_its_agent_is_away(page, code):
+    process, words = CASES[code][:2] if code in CASES else (TIMED[code][0], TIMED[code][3] | {"waits_since": ago(11)})
+    set_words(page.rows[process], **words)
+    page.rows["ingress"].admission = ADMISSIONS.index("disk_full")
+    shown = found(page)
+    assert "disk_full" in shown and "accepted" not in shown[code].why + shown[code].advice
 
 
 def test_without_a_shard_nothing_is_said_of_a_replica(page):

@@ -220,7 +220,7 @@ def test_the_newest_get_past_a_gap_of_compaction_however_late_it_is(tmp_path, wi
     which = compaction.sealed(data, "t", 0, compaction.synced_ends(data)["t", 0])[0]
     with compaction.compactor(data) as where:
         compaction.lay_out(data, which, range(which.first, which.end), where)
-    compaction.settle(data)
+    compaction.install(data, which)
     assert which.first == 0 and which.end > 80_000, "all but its first and last record have gone"
     monkeypatch.setattr(messages, "_READ_S", 0.0)
     monkeypatch.setattr(messages, "_SCAN_S", 0.0)

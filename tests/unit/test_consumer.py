@@ -9,13 +9,12 @@ import time
 
 import pytest
 from consumer_peer import EU, US, Peer, Server
+from waiting import PATIENCE_S, collect, until
 
 import kmq
 from kmq.client import consumer_protocol
 from kmq.errors import ConfigError
 from kmq.wire import requests
-
-PATIENCE_S = 100.0
 
 
 @pytest.fixture
@@ -39,27 +38,18 @@ ALL = [(0, n) for n in range(5)] + [(1, n) for n in range(3)]
 
 
 def read(consumer, count: int) -> list[kmq.Message]:
-    found: list[kmq.Message] = []
-    until = time.monotonic() + PATIENCE_S
-    while len(found) < count:
-        assert time.monotonic() < until, f"only {len(found)} of {count}: {consumer.describe()}"
-        found += consumer.poll(timeout=0.2)
-    return found
-
-
-def wait_for(is_true) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not is_true():
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    return collect(count, lambda: consumer.poll(timeout=0.2), consumer.describe)
 
 
 def test_poll_returns_what_is_there_and_at_most_as_many_as_asked_for(consumer):
-    first = []
-    while not first:
-        first = consumer.poll(max_records=2, timeout=PATIENCE_S)
+    first = until(lambda: consumer.poll(max_records=2, timeout=PATIENCE_S))
     assert 1 <= len(first) <= 2
     assert places(first + read(consumer, 8 - len(first))) == ALL
+
+
+def test_seconds_given_as_the_number_of_records_are_refused_with_the_keyword(consumer):
+    with pytest.raises(TypeError, match=r"max_records=1\.0: must be a whole number; seconds to wait are timeout=1\.0"):
+        consumer.poll(1.0)
 
 
 def test_poll_returns_nothing_when_its_time_is_up(consumer):
@@ -73,9 +63,7 @@ def test_a_poll_that_does_not_wait_finds_what_has_come_since_the_last_one(server
     read(consumer, 8)
     assert consumer.poll(timeout=0.05) == []
     server.peer.records[EU].append(server.peer.records[EU][0])
-    found = []
-    wait_for(lambda: found.extend(consumer.poll(timeout=0)) or found)
-    assert places(found) == [(0, 5)]
+    assert places(collect(1, lambda: consumer.poll(timeout=0))) == [(0, 5)]
 
 
 def test_iteration_goes_on_where_it_was_left(consumer):
@@ -108,7 +96,7 @@ def test_an_asynchronous_commit_calls_back_in_a_later_poll(server, consumer):
     read(consumer, 8)
     ends = []
     consumer.commit_async(callback=lambda offsets, error: ends.append((offsets, error, threading.current_thread())))
-    wait_for(lambda: consumer.poll(timeout=0.05) == [] and ends)
+    until(lambda: consumer.poll(timeout=0.05) == [] and ends)
     assert ends == [({EU: 5, US: 3}, None, threading.current_thread())]
 
 
@@ -130,7 +118,7 @@ def test_nothing_is_committed_unless_asked_for(server):
 def test_auto_commit_commits_what_the_application_came_back_for(server):
     with kmq.Consumer("orders", group_id="billing", port=server.port, auto_commit=True, auto_commit_s=0.01) as consumer:
         read(consumer, 8)
-        wait_for(lambda: consumer.poll(timeout=0.02) == [] and server.peer.committed == {EU: 5, US: 3})
+        until(lambda: consumer.poll(timeout=0.02) == [] and server.peer.committed == {EU: 5, US: 3})
 
 
 def test_auto_commit_comes_in_the_middle_of_a_batch_that_takes_long(server):
@@ -138,11 +126,10 @@ def test_auto_commit_comes_in_the_middle_of_a_batch_that_takes_long(server):
     with kmq.Consumer(
         "orders", group_id="billing", port=server.port, session_s=0.06, auto_commit=True, auto_commit_s=0.01
     ) as consumer:
-        until = time.monotonic() + PATIENCE_S
         for message in consumer:
             if server.peer.committed.get(EU):
                 break
-            assert message.offset < 4999 and time.monotonic() < until
+            assert message.offset < 4999
             time.sleep(0.001)  # the work
         assert 0 < server.peer.committed[EU] <= message.offset
 
@@ -225,9 +212,9 @@ def test_callbacks_tell_of_partitions_and_may_commit(server):
     ) as consumer:
         read(consumer, 8)
         server.say(server.sessions[-1][0].rebalance([EU]))
-        wait_for(lambda: consumer.poll(timeout=0.05) == [] and len(told) == 2)
+        until(lambda: consumer.poll(timeout=0.05) == [] and len(told) == 2)
         assert server.peer.committed == {EU: 5, US: 3}
-        wait_for(lambda: requests.REVOKED in server.peer.asked)
+        until(lambda: requests.REVOKED in server.peer.asked)
         assert consumer.assignment() == [EU]
     assert told == [("assign", [EU, US]), ("revoke", [US]), ("revoke", [EU])]
 
@@ -251,7 +238,7 @@ def test_a_revocation_ends_the_batch_that_is_being_given_out(server):
         for message in consumer:
             if message.offset == 10:
                 server.say(server.sessions[-1][0].rebalance([]))
-                wait_for(lambda: consumer.assignment() == [])  # the background thread has heard of it
+                until(lambda: consumer.assignment() == [])  # the background thread has heard of it
             if given_up or message.offset > 1000:
                 break
             if message.offset >= 10:
@@ -273,9 +260,9 @@ def test_after_an_outage_the_same_member_goes_on_where_it_was(server):
 def test_a_member_stays_one_while_the_application_works(server):
     with kmq.Consumer("orders", group_id="billing", port=server.port, session_s=0.3) as consumer:
         read(consumer, 8)
-        wait_for(lambda: server.peer.asked.count(requests.BEAT) > 2)
+        until(lambda: server.peer.asked.count(requests.BEAT) > 2)
         server.cut()
-        wait_for(lambda: len(server.peer.members) > 1)
+        until(lambda: len(server.peer.members) > 1)
         assert consumer.poll(timeout=0) == [] and server.peer.asked.count(requests.LEAVE) == 0
 
 
@@ -285,7 +272,7 @@ def test_who_never_comes_back_leaves_until_it_does(server):
         "orders", group_id="billing", port=server.port, session_s=0.3, max_poll_interval_s=1.0
     ) as consumer:
         assert len(read(consumer, 1)) == 1
-        wait_for(lambda: requests.LEAVE in server.peer.asked)
+        until(lambda: requests.LEAVE in server.peer.asked)
         assert consumer.assignment() == []
         for _ in range(3):
             consumer._driver._watch()  # as its thread does every now and then
@@ -307,7 +294,7 @@ def test_assigned_partitions_are_read_from_where_asked(server):
         consumer.assign(EU, start=4)
         assert places(read(consumer, 1)) == [(0, 4)]
         consumer.assign(EU, US)
-        wait_for(lambda: consumer.poll(timeout=0.02) == [] and consumer.assignment() == [EU, US])
+        until(lambda: consumer.poll(timeout=0.02) == [] and consumer.assignment() == [EU, US])
         server.peer.records[US].append(b"new")
         assert [message.value for message in read(consumer, 1)] == [b"new"]
 
@@ -327,7 +314,7 @@ def test_a_commit_from_before_a_loss_is_refused_though_the_partition_came_back(s
     server.peer.committed[EU] = 4  # by another member, which had the partition meanwhile
     connections = consumer._core.connections
     server.cut()
-    wait_for(lambda: consumer._core.connections > connections and consumer.position(EU) == 4)
+    until(lambda: consumer._core.connections > connections and consumer.position(EU) == 4)
     with pytest.raises(kmq.Fenced):
         consumer.commit({EU: 2})
     with pytest.raises(kmq.Fenced):
@@ -344,7 +331,7 @@ def test_a_closed_consumer_gives_nothing_and_ends_a_loop_of_another_thread(serve
     found = []
     thread = threading.Thread(target=lambda: found.extend(consumer))
     thread.start()
-    wait_for(lambda: len(found) == 8)
+    until(lambda: len(found) == 8)
     consumer.close()
     thread.join(PATIENCE_S)
     assert not thread.is_alive() and len(found) == 8
@@ -355,7 +342,7 @@ def test_a_closed_consumer_gives_nothing_and_ends_a_loop_of_another_thread(serve
 
 def test_no_broker_is_waited_for_and_named():
     with kmq.Consumer("orders", group_id="billing", port=1) as consumer:
-        wait_for(lambda: consumer.poll(timeout=0.05) == [] and "nothing listens on 127.0.0.1:1" in consumer.describe())
+        until(lambda: consumer.poll(timeout=0.05) == [] and "nothing listens on 127.0.0.1:1" in consumer.describe())
         with pytest.raises(kmq.NotAnswered, match="timed out waiting for the commit: not connected"):
             consumer.commit({EU: 1}, timeout=0.05)
 
@@ -376,15 +363,12 @@ def test_a_broker_that_is_not_there_is_said_once_and_so_is_its_return(caplog, mo
     monkeypatch.setattr(consumer_protocol, "STALL_S", 0.3)
     server, ports = Server(Peer({EU: 1})), [1]
     with kmq.Consumer("orders", port=lambda: ports[-1], group_id="g") as consumer:
-        until = time.monotonic() + 100
-        while not caplog.records:
-            assert not consumer.poll(timeout=0.2) and time.monotonic() < until
+        until(lambda: consumer.poll(timeout=0.2) == [] and caplog.records)
         for _ in range(3):
             assert not consumer.poll(timeout=0.2)
         monkeypatch.setattr(consumer_protocol, "STALL_S", 100.0)  # a server on a busy machine is not away again
         ports.append(server.port)
-        while not consumer.poll(timeout=0.2):
-            assert time.monotonic() < until
+        until(lambda: consumer.poll(timeout=0.2))
     told = [each.getMessage() for each in caplog.records if each.name == "kmq.consumer"]
     assert len(told) == 2 and told[0].endswith("nothing listens on 127.0.0.1:1; is the broker up?")
     assert told[1].startswith("connected again, after ")

@@ -5,11 +5,11 @@ import time
 
 import pytest
 from consumer_peer import EU, US, Peer, Server
+from waiting import PATIENCE_S, until_async
 
 import kmq
 from kmq.wire import requests
 
-PATIENCE_S = 100.0
 ALL = [(0, n) for n in range(5)] + [(1, n) for n in range(3)]
 
 
@@ -36,10 +36,10 @@ async def read(consumer, count: int) -> list[kmq.Message]:
     return found
 
 
-async def until(is_true, consumer=None) -> None:
+async def poll_until(consumer, is_true) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not is_true():
-            await (consumer.poll(timeout=0.02) if consumer else asyncio.sleep(0.005))
+            await consumer.poll(timeout=0.02)
 
 
 def run(scenario) -> None:
@@ -71,7 +71,7 @@ def test_commits_seeks_and_offsets_have_the_names_of_the_consumer(server):
             await consumer.commit(messages[0])
             ends = []
             consumer.commit_async({EU: 4}, callback=lambda offsets, error: ends.append((offsets, error)))
-            await until(lambda: ends, consumer)
+            await poll_until(consumer, lambda: ends)
             assert ends == [({EU: 4}, None)] and await consumer.committed(EU) == 4
             consumer.seek(EU, 4)
             consumer.seek_to_end(US)
@@ -114,8 +114,8 @@ def test_callbacks_may_be_coroutines_that_commit(server):
         async with opened(server, on_assign=told.append, on_revoke=revoke) as consumer:
             await read(consumer, 8)
             server.say(server.sessions[-1][0].rebalance([EU]))
-            await until(lambda: len(told) == 2, consumer)
-            await until(lambda: requests.REVOKED in server.peer.asked, consumer)
+            await poll_until(consumer, lambda: len(told) == 2)
+            await poll_until(consumer, lambda: requests.REVOKED in server.peer.asked)
             assert server.peer.committed == {EU: 5, US: 3} and consumer.assignment() == [EU]
         assert told == [[EU, US], [US], [EU]]
 
@@ -139,9 +139,9 @@ def test_a_member_beats_while_the_application_works_and_leaves_when_it_never_com
     async def scenario():
         async with opened(server, session_s=0.3, max_poll_interval_s=3.0) as consumer:
             await read(consumer, 8)
-            await until(lambda: server.peer.asked.count(requests.BEAT) > 1)
+            await until_async(lambda: server.peer.asked.count(requests.BEAT) > 1)
             assert requests.LEAVE not in server.peer.asked
-            await until(lambda: requests.LEAVE in server.peer.asked)
+            await until_async(lambda: requests.LEAVE in server.peer.asked)
             assert consumer.assignment() == []
             assert places(await read(consumer, 8)) == ALL
 
@@ -161,7 +161,7 @@ def test_without_a_group_all_partitions_are_read(server):
 def test_no_broker_is_waited_for_and_named():
     async def scenario():
         async with kmq.AsyncConsumer("orders", group_id="billing", port=1) as consumer:
-            await until(lambda: "nothing listens on 127.0.0.1:1" in consumer.describe(), consumer)
+            await poll_until(consumer, lambda: "nothing listens on 127.0.0.1:1" in consumer.describe())
             with pytest.raises(kmq.NotAnswered, match="timed out waiting for the commit"):
                 await consumer.commit({EU: 1}, timeout=0.05)
 
@@ -191,7 +191,7 @@ def test_closing_ends_the_loop_of_another_task(server):
                 found.append(message)
 
         task = asyncio.create_task(loop())
-        await until(lambda: len(found) == 8)
+        await until_async(lambda: len(found) == 8)
         await consumer.close()
         async with asyncio.timeout(PATIENCE_S):
             await task

@@ -589,7 +589,19 @@ def test_a_broker_that_is_too_old_to_know_attempts_is_not_told_of_them(pair):
             b"!err bad_request 'attempt=%b': unknown option; expected one of member=\n" % str(asked.attempt).encode()
         )
     pair.core.lost("refused")
-    assert pair.core.failed is None and lines.opening(pair.core.opening()).attempt is None
+    asked = lines.opening(pair.core.opening())
+    assert pair.core.failed is None and asked.attempt is None and asked.says_hand_outs
+    pair.core.connected()
+    with pytest.raises(Refused):
+        pair.receive(b"!err bad_request 'given=said': unknown option; expected one of member=\n")
+    pair.core.lost("refused")
+    asked = lines.opening(pair.core.opening())
+    assert pair.core.failed is None and not asked.says_hand_outs and asked.hears_overtaken
+    pair.core.connected()
+    with pytest.raises(Refused):
+        pair.receive(b"!err bad_request 'overtaken=said': unknown option; expected one of member=\n")
+    pair.core.lost("refused")
+    assert pair.core.failed is None and not lines.opening(pair.core.opening()).hears_overtaken
     assert sorted(pair.connect().read_all()) == in_order(5, 0) + in_order(3, 1)
 
 

@@ -70,7 +70,7 @@ def test_a_message_goes_back_as_it_was_with_the_count_of_its_returns():
     assert line == b"orders.@.eu|1.5|43;trace=a%3B;null;enc=b64;orig_seq=42;replays=1|AAE=\n"
     assert back(by_consumer(stored(b"", b"", b"orders")), "orders.dlq") == b"orders|1.5|43;orig_seq=42;replays=1|\n"
     sent = back(BY_SPARK, "orders.v2.dlq")
-    assert sent == b"orders.v2.@.eu|1.5|43;trace=a%3B;h=1;%25x=a%20b;orig_id=m%207;replays=2|nope\n"
+    assert sent == b"orders.v2.@.eu|1.5|43;trace=a%3B;%68=1;%2525x=a%20b;orig_id=m%207;replays=2|nope\n"
 
 
 def test_a_message_that_fails_again_is_counted_until_it_stays():

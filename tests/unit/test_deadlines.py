@@ -6,18 +6,19 @@ import time
 from math import inf
 
 import pytest
-from received_ends import Way, new_row
+from received_ends import Way
+from stats_rows import row_of
 
 from kmq.ingress.connection import ACKED, CLOSING, Connection
 from kmq.ingress.limits import Deadlines
-from kmq.ingress.producers import Intake
+from kmq.ingress.receiving import Intake
 from kmq.links.fifo import Sender, open_fifo
 from kmq.links.received import Handover
 
 
 @pytest.fixture
 def intake(tmp_path):
-    return Intake(Handover(open_fifo(str(tmp_path), "raw"), Way(4 << 20).writer), 1 << 20, new_row())
+    return Intake(Handover(open_fifo(str(tmp_path), "raw"), Way(4 << 20).writer), 1 << 20, row_of("ingress"))
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_what_is_sent_again_is_on_the_way_once():
 def test_a_member_that_has_ended_or_reads_a_partition_no_more_has_nothing_on_the_way():
     deliveries = Deliveries()
     for end in (
-        lambda: deliveries.died("g", "m"),
+        lambda: deliveries.died("g", "m", {}),
         lambda: deliveries.release("g", "m", keeps=[OTHER]),
         lambda: deliveries.drop("g", PLACE),
         lambda: deliveries.forget_topics(["orders"]),

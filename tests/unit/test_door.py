@@ -1,34 +1,29 @@
 """A follower's doors, between real sockets: what passes, how it ends, who is refused, and that memory stays bounded."""
 
 import contextlib
+import ctypes
 import json
 import os
 import socket
 import ssl
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stats_rows import row_of
+from waiting import PATIENCE_S, until
 
 from kmq.broker.door import CONSUMERS, HTTP, LINES, OTHER, WAIT_S, Door, FollowerDoors, addresses
-from kmq.broker.stats import Row
 from kmq.config.intakes import parse_sources
 from kmq.errors import ConfigError
 from tests.certificates import Authority
 from tests.fake_logger import FakeLogger
 
 HOST = "127.0.0.1"
-PATIENCE_S = 100.0
 MIB = 1 << 20
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def door(name: str = "lines", speaks: str = LINES, port: int = 0) -> Door:
@@ -39,10 +34,10 @@ class Doorway:
     """Doors that a thread serves, and what a test changes under them."""
 
     def __init__(self, *doors: Door, leader: dict[str, str] | None = None, most: int = 100) -> None:
-        self.leader, self.ahead_s, self.is_over, self.turns = leader or {}, 0.0, False, 0
+        self.leader: dict[str, str] | None = leader or {}
+        self.ahead_s, self.is_over, self.turns = 0.0, False, 0
         self.clock = time.monotonic
-        self.row = Row()
-        self.row.lie_in(memoryview(bytearray(512)).cast("Q"))
+        self.row = row_of("ingress")
         self.log = FakeLogger()
         self.doors = FollowerDoors(doors or (door(),), most, lambda: self.leader, self.row, self.log, self._now)
         self.error: BaseException | None = None
@@ -71,7 +66,7 @@ class Doorway:
         return socket.create_connection((HOST, self.doors.ports[name]), PATIENCE_S)
 
     def await_connections(self, count: int) -> None:
-        until(lambda: self.row.connections == count, f"{self.row.connections} connections, not {count}")
+        until(lambda: self.row.connections == count, f"{count} connections", lambda: self.row.connections)
 
     def end(self) -> None:
         self.is_over = True
@@ -204,10 +199,10 @@ def test_a_side_that_does_not_read_holds_up_the_other_and_costs_no_turns(leader)
                 sent += client.send(bytes(MIB))
                 return False
             before, began = doorway.turns, time.monotonic()
-            until(lambda: doorway.turns >= before + 5, "the doors hang")
+            until(lambda: doorway.turns >= before + 5, "turns of the doors")
             return time.monotonic() - began > 0.16
 
-        until(is_still, "a side that does not read keeps the doors busy")
+        until(is_still, "a rest of the doors")
         client.setblocking(True)
         client.shutdown(socket.SHUT_WR)
         assert len(read_all(end)) == sent
@@ -260,14 +255,14 @@ def test_without_a_leader_lines_are_told_and_reset_after_five_seconds():
         doorway.await_connections(1)
         doorway.ahead_s += WAIT_S - 1
         turns = doorway.turns
-        until(lambda: doorway.turns > turns + 2, "the doors hang")
+        until(lambda: doorway.turns > turns + 2, "turns of the doors")
         client.setblocking(False)
         with pytest.raises(BlockingIOError):
             client.recv(1)
         client.settimeout(PATIENCE_S)
         doorway.clock = time.monotonic
         doorway.ahead_s += 1
-        until(lambda: doorway.row.connections == 1 and "no_leader" in doorway.log.names, "not refused")
+        until(lambda: doorway.row.connections == 1 and "no_leader" in doorway.log.names, "a refusal")
         assert client.recv(200).startswith(b"!err 0 no_leader ")
         doorway.ahead_s += 2
         assert read_before_reset(client) == b""
@@ -308,7 +303,7 @@ def test_a_leader_whose_port_refuses_is_tried_again_and_then_is_no_leader(leader
             doorway.await_connections(1)
             doorway.ahead_s += WAIT_S
             assert client.recv(200).startswith(b"!err 0 no_leader ")
-            until(lambda: bool(doorway.log.of("no_leader")), "no log line")
+            until(lambda: doorway.log.of("no_leader"), "a log line")
             assert f" {HOST}:1" in str(doorway.log.of("no_leader")[0]["reason"])
 
 
@@ -341,7 +336,7 @@ def test_beyond_the_limit_lines_are_told_and_others_closed(leader):
             assert second.recv(200).startswith(b"!err 0 connections 1 are open already")
             with contextlib.suppress(ConnectionResetError), doorway.connect("grpc") as third:
                 assert read_before_reset(third) == b""
-            until(lambda: doorway.row.turned_away == 2, "not both were counted")
+            until(lambda: doorway.row.turned_away == 2, "both counted")
             first.sendall(b"x")
             assert end.recv(1) == b"x"
             doorway.ahead_s += 2
@@ -360,7 +355,7 @@ def test_no_more_than_some_of_those_beyond_the_limit_are_kept_open(leader):
             for _ in range(60):
                 with contextlib.suppress(ConnectionResetError):  # it may be closed before it is there
                     many.enter_context(doorway.connect())
-            until(lambda: doorway.row.turned_away == 60, "not all were refused")
+            until(lambda: doorway.row.turned_away == 60, "all refused")
             assert doorway.row.connections <= 1 + 16
 
 
@@ -369,7 +364,7 @@ def test_an_address_that_leads_back_here_makes_no_circle():
         doorway.leader = {"lines": f"{HOST}:{doorway.doors.ports['lines']}"}
         with contextlib.suppress(ConnectionResetError):
             client.recv(1)
-        until(lambda: "door_leads_here" in doorway.log.names, "it was not noticed")
+        until(lambda: "door_leads_here" in doorway.log.names, "that it leads")
         assert doorway.row.connections <= 2
 
 
@@ -429,6 +424,45 @@ def test_a_port_that_is_in_use_names_its_setting():
     assert "cannot listen" in str(caught.value)
 
 
+SO_ATTACH_FILTER = 26
+DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET: keep 0 bytes
+
+
+def test_a_path_to_the_leader_that_is_dead_ends_its_clients_and_one_that_does_not_read_none(leader):
+    ways = contextlib.ExitStack()
+    with serving(leader={"lines": leader.address}) as doorway, ways:
+        slow, busy, client, end = (
+            ways.enter_context(each)
+            for each in (doorway.connect(), leader.accept(), doorway.connect(), leader.accept())
+        )
+        slow.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while slow.send(bytes(MIB)):  # more than the kernels on the way take: backpressure
+                pass
+        end.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(DROP_ALL)))
+        client.sendall(b"x")
+        ends = doorway.doors._ends
+        until(lambda: any(each.unacked_since for each in [*ends.values()]), "a connection that is not confirmed")
+        doorway.ahead_s += 60.0
+        client.settimeout(PATIENCE_S)
+        with pytest.raises(ConnectionResetError):
+            client.recv(1)
+        doorway.await_connections(1)
+        assert busy.recv(1 << 20), "it goes on as soon as the leader reads"
+    assert "path_dead" in doorway.log.names
+
+
+def test_a_broker_that_reaches_no_leader_sends_clients_elsewhere_at_once():
+    with serving(door(), door("http", HTTP)) as doorway, doorway.connect() as early:
+        doorway.await_connections(1)
+        early.settimeout(WAIT_S - 1)
+        doorway.leader = None
+        assert early.recv(200).startswith(b"!err 0 no_leader ")
+        with doorway.connect("http") as late:
+            late.settimeout(WAIT_S - 1)
+            assert late.recv(200).startswith(b"HTTP/1.1 503 ")
+
+
 def test_many_that_come_and_go_leave_nothing(leader):
     with serving(leader={"lines": leader.address}) as doorway:
         before = len(os.listdir("/proc/self/fd"))
@@ -437,4 +471,4 @@ def test_many_that_come_and_go_leave_nothing(leader):
                 client.sendall(b"%d\n" % turn)
                 assert end.recv(100) == b"%d\n" % turn
         doorway.await_connections(0)
-        until(lambda: len(os.listdir("/proc/self/fd")) <= before, "descriptors are left")
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before, "the end of the descriptors")

@@ -1,7 +1,7 @@
 """The classes of `!err`, as they are counted in the stats page."""
 
 import pytest
-from received_ends import new_row
+from stats_rows import row_of
 
 from kmq.ingress.limits import count_err
 from kmq.wire import refusals
@@ -13,7 +13,7 @@ CLASSES = [f"errs_{name}" for name in refusals.CLASSES]
     "row", [row for row in refusals.table() if row.scope in ("message", "connection")], ids=lambda row: row.code
 )
 def test_every_refusal_is_counted_in_one_class(row):
-    words = new_row()
+    words = row_of("ingress")
     count_err(words, refusals.reason(row.code).encode(), 2)
     count_err(words, b"%b some text" % row.code.encode())
     counts = {name: getattr(words, name) for name in CLASSES}
@@ -23,7 +23,7 @@ def test_every_refusal_is_counted_in_one_class(row):
 
 
 def test_a_refusal_of_another_version_counts_as_a_fault_of_format():
-    words = new_row()
+    words = row_of("ingress")
     count_err(words, b"of_tomorrow \xff")
     count_err(words, b"\xff")
     assert words.errs_format == 2

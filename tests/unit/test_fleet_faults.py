@@ -183,16 +183,18 @@ def test_notes_do_not_take_the_place_of_damage(commands, monkeypatch):
     row = '{"path": "a", "byte": 1, "what": "w", "is_damage": %s}'
     script = f"for i in range(30): print('{row % 'false'}')\nprint('{row % 'true'}')"
     monkeypatch.setattr("kmq.fleet.applying.CHILD", script)
-    assert commands._kmq(damage, "verify")[1] == ["a: byte 1: w"]
+    assert commands._run_module(damage, "kmq", "verify")[1] == ["a: byte 1: w"]
 
 
 def test_a_command_ends_with_its_agent_and_is_not_begun_after_its_end(commands):
     with subprocess.Popen(["sleep", "60"]) as other:
-        done = subprocess.run([sys.executable, "-c", CHILD, str(other.pid), "no-such-command"], capture_output=True)
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD, str(other.pid), "kmq", "no-such-command"], capture_output=True
+        )
         assert done.returncode == 0, "it was not started by this process, so its starter is gone"
         other.kill()
     commands._stop.set()
-    assert commands._kmq(str, "verify") == (-1, [], "the agent ends")
+    assert commands._run_module(str, "kmq", "verify") == (-1, [], "the agent ends")
 
 
 def test_results_that_consul_never_takes_are_bounded(commands):

@@ -12,7 +12,8 @@ import uuid
 
 import pytest
 from fake_logger import FakeLogger
-from fleet_given import said, wait
+from fleet_given import said
+from waiting import until
 
 from kmq.access import tokens
 from kmq.broker.admission import Admission
@@ -372,13 +373,13 @@ def test_a_command_is_done_once_also_over_a_restart(commands, settings):
     first = commands(write)
     for _ in range(2):
         first.accept(message)
-    wait(lambda: write.results)
+    until(lambda: write.results)
     first.stop()
     second = commands(write)
     second.accept(message)
     late = command("verify")._replace(expires=time.time() - 1)
     second.accept(late)
-    wait(lambda: len(write.results) > 1)
+    until(lambda: len(write.results) > 1)
     assert write.results == [(message.id, "ok"), (late.id, "expired before this broker could begin")]
 
 
@@ -392,12 +393,12 @@ def test_a_result_that_consul_did_not_take_is_told_after_a_restart(commands, set
         with open(f"{settings.data}/cluster/commands") as file:
             return json.load(file)["commands"][message.id]["result"]
 
-    wait(is_done)
+    until(is_done)
     first.stop()
     assert not write.results
     write.fails = False
     commands(write)
-    wait(lambda: write.results == [(message.id, "ok")])
+    until(lambda: write.results == [(message.id, "ok")])
 
 
 def test_a_command_needs_no_directory_for_temporary_files(commands, monkeypatch):
@@ -405,7 +406,7 @@ def test_a_command_needs_no_directory_for_temporary_files(commands, monkeypatch)
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
     write, message = Told(), command("verify")
     commands(write).accept(message)
-    wait(lambda: write.results == [(message.id, "ok")])
+    until(lambda: write.results == [(message.id, "ok")])
 
 
 def test_what_the_system_does_not_allow_is_the_outcome_of_a_command(commands, settings):
@@ -414,7 +415,7 @@ def test_what_the_system_does_not_allow_is_the_outcome_of_a_command(commands, se
         pass
     write, message = Told(), command("retain")
     commands(write).accept(message)
-    wait(lambda: write.results)
+    until(lambda: write.results)
     [(id, outcome)] = write.results
     assert id == message.id and "Not a directory" in outcome
 
@@ -422,25 +423,25 @@ def test_what_the_system_does_not_allow_is_the_outcome_of_a_command(commands, se
 def test_retain_is_a_request_to_the_router(commands, settings):
     write, message = Told(), command("retain")
     commands(write).accept(message)
-    wait(lambda: topic_changes.waiting(settings.data))
+    until(lambda: topic_changes.waiting(settings.data))
     [request] = topic_changes.waiting(settings.data)
     assert request.verb == topic_changes.RETAIN and not write.results
     request.remove()
-    wait(lambda: write.results == [(message.id, "ok")])
+    until(lambda: write.results == [(message.id, "ok")])
 
 
 def test_an_end_does_not_wait_for_a_command_and_says_nothing_of_it(commands, settings):
     write, message = Told(), command("retain")
     first = commands(write)
     first.accept(message)
-    wait(lambda: topic_changes.waiting(settings.data))
+    until(lambda: topic_changes.waiting(settings.data))
     first.stop()
     assert not write.results and not [thread for thread in threading.enumerate() if thread.name == "kmq-commands"]
     topic_changes.waiting(settings.data)[0].remove()
     commands(write)
-    wait(lambda: topic_changes.waiting(settings.data))  # it is begun again
+    until(lambda: topic_changes.waiting(settings.data))  # it is begun again
     topic_changes.waiting(settings.data)[0].remove()
-    wait(lambda: write.results == [(message.id, "ok")])
+    until(lambda: write.results == [(message.id, "ok")])
 
 
 def test_what_is_remembered_of_commands_is_bounded(commands, settings):
@@ -448,9 +449,9 @@ def test_what_is_remembered_of_commands_is_bounded(commands, settings):
     one = commands(write)
     for epoch in range(KEPT + 20):
         one.accept(command("verify", epoch)._replace(expires=1.0))
-    wait(lambda: len(write.results) == KEPT + 20)
+    until(lambda: len(write.results) == KEPT + 20)
     one.accept(command("verify", 999)._replace(expires=1.0))
-    wait(lambda: len(write.results) == KEPT + 21)
+    until(lambda: len(write.results) == KEPT + 21)
     with open(f"{settings.data}/cluster/commands") as file:
         assert len(json.load(file)["commands"]) <= KEPT + 1
 
@@ -460,7 +461,7 @@ def test_a_damaged_list_of_commands_is_begun_anew(commands, settings):
         file.write('{"version": 9}')
     write = Told()
     commands(write).accept(late := command("verify")._replace(expires=1.0))
-    wait(lambda: [id for id, _ in write.results] == [late.id])
+    until(lambda: [id for id, _ in write.results] == [late.id])
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------
@@ -471,6 +472,6 @@ def test_the_place_of_a_dead_agent_of_this_host_is_waited_for_and_no_other():
     assert is_left_over(f"{host}/{os.getpid()}"), "a restarted container may get the same pid"
     assert is_left_over(f"{host}/1"), "that pid is another program's now"
     with subprocess.Popen(["python3", "-c", "import time; time.sleep(60)", "kmq.cluster.agent"]) as living:
-        wait(lambda: not is_left_over(f"{host}/{living.pid}"))
+        until(lambda: not is_left_over(f"{host}/{living.pid}"))
         living.kill()
     assert not is_left_over("elsewhere/1") and not is_left_over("session 4711") and not is_left_over(host)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_FILE, MAX_FUNCTION = 650, 60
+MAX_FILE, MAX_FUNCTION = 800, 60
 SMALL_FILE = 100
 
 # From the top down. A module may import from its own room and from every lower floor; rooms of one floor never import one
@@ -30,6 +30,7 @@ FLOORS = [
         "kmq.spark",
         "kmq.fleet kmq.cluster.agent",
         "kmq.testing",
+        "kmq.shipping",
     ],
     [
         "kmq.gateway.http",
@@ -44,7 +45,7 @@ FLOORS = [
     ["kmq.gateway.groups"],
     ["kmq.gateway.core", "kmq.spark.tables", "kmq.spark.streaming", "kmq.spark.sink"],
     ["kmq.spark.source"],
-    ["kmq.spark.connections kmq.spark.failures kmq.spark.pinned"],
+    ["kmq.spark.connections kmq.spark.failures kmq.spark.paths kmq.spark.pinned"],
     ["kmq.ingress", "kmq.framing", "kmq.router", "kmq.repair", "kmq.deadletters", "kmq.replica"],
     ["kmq.broker"],
     ["kmq.client kmq", "kmq.log"],
@@ -324,27 +325,6 @@ def methods(node: ast.ClassDef) -> list[str]:
     return [child.name for child in node.body if isinstance(child, FUNCTIONS) and not child.name.startswith("__")]
 
 
-def made_once(sources: Sources) -> set[str]:
-    """Classes with behaviour that are made in one place. Another class of the same name does not count for it."""
-    calls: Counter[tuple[str, str]] = Counter()  # module of the class, or "" for `module.Name(…)`; name
-    for module, (path, text) in sources.items():
-        home = {name: package for package, name in names_taken(module, path, text)}
-        home |= {node.name: module for _, node in defined(path, text) if isinstance(node, ast.ClassDef)}
-        for node in ast.walk(parsed(path, text)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                calls["", node.func.attr] += 1
-            elif isinstance(node, ast.Call):
-                name = getattr(node.func, "id", "")
-                calls[home.get(name, ""), name] += 1
-    modules = {path: module for module, (path, _) in sources.items()}
-    found = set()
-    for name, node in definitions(sources, ast.ClassDef):
-        module = modules[name.partition(":")[0]]
-        if methods(node) and calls[module, node.name] + calls["", node.name] == 1:
-            found.add(name)
-    return found
-
-
 def has_callable(annotation: ast.AST | None) -> bool:
     return annotation is not None and "Callable" in ast.unparse(annotation)
 
@@ -413,14 +393,12 @@ def pass_on(sources: Sources) -> set[str]:
 COUNTERS = {
     "files under 100 lines with one importer": small_files,
     "class names used twice": homonyms,
-    "classes made once": made_once,
     "callables set later": set_later,
     "functions that only pass on": pass_on,
 }
 MOST = {
-    "files under 100 lines with one importer": 9,
+    "files under 100 lines with one importer": 8,
     "class names used twice": 20,  # the Kafka door has a Connection of its own, as ingress has
-    "classes made once": 262,  # of them six of replication and twenty-four of Kafka, each a noun of its field
     "callables set later": 1,  # SSLContext.wrap_socket, which the clients of the standard library call
     "functions that only pass on": 22,
 }
@@ -445,10 +423,8 @@ def test_the_counters_count():
     before, after = read_sources(), sources_with(kmq__log__new=later, kmq__log__user="from kmq.log.new import C")
     more = {name: count(after) - count(before) for name, count in COUNTERS.items()}
     assert more["files under 100 lines with one importer"] == {"kmq/log/new.py"}
-    assert more["classes made once"] == {"kmq/log/new.py: C"}
     assert more["functions that only pass on"] == {"kmq/log/new.py: C.f"}
     set_texts = {"c.on_new = g", "c.on_new = c.f", "c.c.ask_new = partial(g, 1)", "c.on_new = lambda: 1"}
     assert more["callables set later"] == {f"kmq/log/new.py: {text}" for text in set_texts}
     twice = sources_with(kmq__log__new=later, kmq__log__other="class C:\n    def f(self): pass\nC()\n")
     assert "C" in homonyms(twice) - homonyms(before)
-    assert made_once(twice) - made_once(before) == {"kmq/log/new.py: C", "kmq/log/other.py: C"}

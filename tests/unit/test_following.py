@@ -6,7 +6,8 @@ from zlib import crc32
 
 import pytest
 from made_up import stored
-from shard_parts import FOLLOWING, LINEAGE, PATIENCE_S, SECRET, WAITING, Leader, first_register, play
+from shard_parts import FOLLOWING, LINEAGE, SECRET, WAITING, Leader, first_register, play
+from waiting import PATIENCE_S
 
 from kmq.cluster.register import decode
 from kmq.errors import CorruptError
@@ -388,3 +389,15 @@ def test_doors_lead_to_a_leader_only_once_it_has_led_in_our_epoch_so_two_followe
             assert b.page.leader == dict(doors), "Consul knows that it has opened its doors"
 
     play(tmp_path, scene, "b")
+
+
+def test_who_hears_nothing_of_its_leader_for_a_session_and_the_lag_does_not_follow(tmp_path):
+    async def scene(shard, b, leader):
+        assert b.roles.followed() == 0
+        await agree(shard, b, leader)
+        assert b.roles.followed() == 1
+        await shard.until(lambda: b.roles.followed() == 0)  # the leader says nothing more
+        b.roles.publish(b.stages.stats.rows["replica"], None)
+        assert b.stages.stats.rows["replica"].role_name == "waiting"
+
+    follower(tmp_path, scene, env={"KMQ_SESSION_TTL": "1s", "KMQ_REPLICA_LAG": "1s"})

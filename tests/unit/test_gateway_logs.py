@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from log_server import up
 from made_data import FIRST_TS, write_data
+from waiting import PATIENCE_S, until
 
 from kmq.access import tokens
 from kmq.broker.stats import STATES
@@ -18,7 +19,6 @@ from kmq.gateway.core import partitions
 from kmq.gateway.http import logs
 from kmq.log import reader, topics
 
-PATIENCE_S = 100.0
 LINES = [b"t.k|%d|%d|%b" % (n, n, b"x" * 90) for n in range(2000)]
 ALL = "/v1/logs/t/0/records"
 
@@ -327,13 +327,6 @@ def test_damage_further_on_breaks_the_response_off_behind_what_is_good(broker, d
 # --- slow readers, stops, files that go away -------------------------------------------------------------------------
 
 
-def wait(condition, what):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.005)
-
-
 class Slow:
     """A reader that reads when it is told to, with a small buffer."""
 
@@ -371,7 +364,7 @@ def test_a_reader_that_stalls_holds_no_thread_and_is_ended_at_the_deadline(large
         readers = [Slow(broker) for _ in range(2 * logs._THREADS)]
         assert broker.streams == len(readers)
         assert get_json(broker, "/v1/logs/t/0/offset?seq=3600") == {"offset": 3599}
-        wait(lambda: not broker.streams, "the end of those who stall")
+        until(lambda: not broker.streams, "the end of those who stall")
         for each in readers:
             assert len(each.rest()) < each.length
 
@@ -382,7 +375,7 @@ def test_a_slow_reader_gets_all_of_it(large):
         slow = Slow(broker)
         whole = b"".join(path.read_bytes() for path in files(large))
         assert slow.rest() == whole
-        wait(lambda: not broker.streams, "the end of the stream")
+        until(lambda: not broker.streams, "the end of the stream")
 
 
 def test_streams_over_the_limit_are_refused_until_one_ends(large, monkeypatch):
@@ -392,7 +385,7 @@ def test_streams_over_the_limit_are_refused_until_one_ends(large, monkeypatch):
         readers = [Slow(broker), Slow(broker)]
         assert refused(broker, ALL)[:2] == (429, "too_many")
         readers[0].socket.close()
-        wait(lambda: broker.streams == 1, "a stream less")
+        until(lambda: broker.streams == 1, "a stream less")
         assert get(broker, f"{ALL}?end=1")[0] == 200
         readers[1].socket.close()
 

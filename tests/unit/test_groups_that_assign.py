@@ -20,7 +20,11 @@ class Stage:
     def join(self, member=None, group="g", protocol_type=TYPE, static_name=None, session_s=30.0, **metadata):
         opaque = Opaque(protocol_type, metadata or {"eager": b"meta"})
         options = MemberOptions(
-            (), tuple(opaque.metadata), session_s, rebalance_s=10.0, static_name=static_name, opaque=opaque
+            *((), tuple(opaque.metadata), session_s),
+            rebalance_s=10.0,
+            static_name=static_name,
+            opaque=opaque,
+            is_kafka=True,
         )
         return self.coordinator.join(group, member, ME, options, self.now)
 
@@ -226,6 +230,17 @@ def test_a_group_is_of_one_kind_and_one_type_while_it_has_members(stage):
     stage.forward()
     assert refusal(stage.join) == "group_kind" and len(stage.of(second).partitions) == 4
     assert stage.coordinator.protocol_type("g") == ""
+
+
+def test_a_partition_may_be_any_members_where_one_of_them_assigns(stage):
+    assert not stage.coordinator.is_read_by_kafka("g", ("t", 0)), "no group yet"
+    first = stage.join()
+    assert stage.coordinator.is_read_by_kafka("g", ("t", 0))
+    stage.coordinator.leave("g", first, stage.now)
+    assert not stage.coordinator.is_read_by_kafka("g", ("t", 0))
+    stage.join_kmq("t")
+    stage.forward()
+    assert not stage.coordinator.is_read_by_kafka("g", ("t", 0))
 
 
 def test_the_only_member_may_change_the_kind(stage):

@@ -11,13 +11,13 @@ import pytest
 from api_client import NDJSON, Api
 from log_server import up
 from made_data import write_data
+from waiting import PATIENCE_S, until
 
 from kmq.access import tokens
 from kmq.broker.stats import STATES
 from kmq.gateway.core import partitions
 from kmq.gateway.http import request, schema
 
-PATIENCE_S = 100.0
 KEYED = [b"t.k|1700000000.%03d|%d|v%d" % (n, n, n) for n in range(1, 501)]
 PRODUCE, CONSUME = "/api/topics/t/produce", "/api/topics/t/consume"
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -266,13 +266,6 @@ def test_topics_are_listed_and_described(api):
 # --- waiting and limits ----------------------------------------------------------------------------------------------
 
 
-def wait(condition, what):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.005)
-
-
 def polling(broker, answers, target=f"{CONSUME}?offset=500&timeoutMs=60000&format=text"):
     def run():
         with closing(Api(broker.port)) as api:
@@ -308,7 +301,7 @@ def waiting(broker):
 def test_a_long_poll_is_answered_when_a_message_comes(growing):
     answers = []
     thread = polling(growing, answers)
-    wait(lambda: waiting(growing) == 1, "a call that waits")
+    until(lambda: waiting(growing) == 1, "a call that waits")
     append(growing, 501)
     thread.join(PATIENCE_S)
     assert [each["value"] for each in answers[0].value["messages"]] == ["new"]
@@ -331,7 +324,7 @@ def test_a_long_poll_reads_nothing_while_nothing_comes(growing, monkeypatch):
 def test_a_gateway_that_stops_answers_long_polls_at_once(growing):
     answers = []
     thread = polling(growing, answers)
-    wait(lambda: waiting(growing) == 1, "a call that waits")
+    until(lambda: waiting(growing) == 1, "a call that waits")
     growing.stop()
     thread.join(PATIENCE_S)
     assert answers[0].value["messages"] == []
@@ -340,8 +333,8 @@ def test_a_gateway_that_stops_answers_long_polls_at_once(growing):
 def test_a_long_poll_whose_client_has_gone_gives_its_place_back(growing):
     with socket.create_connection(("127.0.0.1", growing.port)) as sock:
         sock.sendall(f"GET {CONSUME}?offset=500&timeoutMs=60000 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        wait(lambda: waiting(growing) == 1, "a call that waits")
-    wait(lambda: waiting(growing) == 0, "the end of a call without a client")
+        until(lambda: waiting(growing) == 1, "a call that waits")
+    until(lambda: waiting(growing) == 0, "the end of a call without a client")
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(broker):
@@ -360,7 +353,7 @@ def test_a_body_without_a_length_is_refused_when_it_gets_too_long(broker, monkey
         sock.sendall(b"186A1\r\n" + b"x" * 100_001 + b"\r\n")
         answer = sock.recv(4000)
         assert answer.startswith(b"HTTP/1.1 413 ") and b'"too_large"' in answer
-    wait(lambda: broker.api.bodies.held == 0, "the bytes of the body to be given back")
+    until(lambda: broker.api.bodies.held == 0, "the bytes of the body to be given back")
 
 
 def test_a_body_that_is_not_whole_in_time_is_refused(broker):

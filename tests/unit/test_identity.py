@@ -58,7 +58,9 @@ def test_where_a_known_data_directory_is_missing_nothing_is_made(tmp_path, put):
     path.rename(away)
     put(path)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(DataMissingError, match="the data directory of this broker, which runs, is not there"):
+    with pytest.raises(
+        DataMissingError, match=r"runs, or has run until a few seconds ago: .*; put it back, or, .*kmq up"
+    ):
         open_data(str(path), known)
     assert sorted(tmp_path.rglob("*")) == before
     assert open_data(str(away), known) == known

@@ -10,7 +10,7 @@ from framing_steps import one_by_one
 from intake_wire import HELLO, MAX, greeted, read
 
 from kmq.ingress import connection as connection_module
-from kmq.ingress import limits, producers
+from kmq.ingress import limits, receiving
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, REFUSALS_BYTES, Connection
 from kmq.message import record
 
@@ -140,7 +140,7 @@ def test_an_unfinished_line_keeps_no_more_than_the_limit(wire):
 
 
 def test_unfinished_lines_together_stay_within_their_budget(wire, monkeypatch):
-    monkeypatch.setattr(producers, "PARTIAL_BYTES", 10 * MAX)
+    monkeypatch.setattr(receiving, "PARTIAL_BYTES", 10 * MAX)
     open_connections = []
     for n in range(40):
         near, connection = wire.connect()
@@ -162,7 +162,7 @@ def test_unfinished_lines_together_stay_within_their_budget(wire, monkeypatch):
 
 def test_a_thousand_unfinished_lines_at_once_are_cut_back_to_the_budget(wire, monkeypatch):
     """They may all arrive between two looks at the budget."""
-    monkeypatch.setattr(producers, "PARTIAL_BYTES", 10 * MAX)
+    monkeypatch.setattr(receiving, "PARTIAL_BYTES", 10 * MAX)
     open_connections = []
     for _ in range(60):
         near, connection = wire.connect()
@@ -466,3 +466,48 @@ def test_a_change_of_the_admission_reaches_connections_without_refused_messages(
     replies.acks, replies.refusal, replies.taken, replies.passed = acks, refusal, taken, passed
     replies.follow(b"disk_full" if refusal else b"", b"quota")
     assert replies.refusal == then
+
+
+# --- HTTP and TLS on a port of lines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 5, 1 << 20])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /x?a=b|c HTTP/1.1\r\nHost: 127.0.0.1:5673\r\nCookie: a=b\r\n\r\nt|||forged\n",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /" + b"x" * 6000 + b" HTTP/1.1\r\n",
+        b"\x16\x03\x01\x02\x0a\x01\x00\x00t|||\n",
+    ],
+    ids=lambda sent: sent[:6].decode(errors="replace"),
+)
+def test_a_connection_that_begins_with_http_or_tls_ends_and_nothing_of_it_is_stored(wire, sent, step):
+    near, connection = wire.connect()
+    for at in range(0, len(sent), step):
+        near.sendall(sent[at : at + step])
+        if not wire.receive(connection):
+            break
+    else:
+        raise AssertionError("it goes on")
+    is_tls = sent.startswith(b"\x16")
+    assert connection.speaks == ("TLS" if is_tls else "HTTP")
+    assert connection.replies.pending.startswith(b"\x15\x03" if is_tls else b"HTTP/1.1 400 Bad Request\r\n")
+    wire.finish(near, connection)
+    assert wire.lines == []
+
+
+@pytest.mark.parametrize("step", [1, 1 << 20])
+@pytest.mark.parametrize(
+    "line",
+    [b"GET|1|2|x", b"POST|||/ HTTP/1.1\r", b"GET", b"HEAD.key|||x", b"PATCH.a b|||", b"GET / HTTP/1.1", b"DELETE x\r"],
+)
+def test_a_line_that_only_begins_like_http_is_a_line(wire, line, step):
+    near, connection = wire.connect()
+    sent = line + b"\nu|||\n"
+    for at in range(0, len(sent), step):
+        wire.send(near, connection, sent[at : at + step])
+    wire.send(near, connection, b"POST / HTTP/1.1\r\n")  # not the first line
+    wire.finish(near, connection)
+    assert len(wire.lines) == 3 and wire.lines[1] == b"u|||"

@@ -7,7 +7,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-import typer
+from command_tree import every_command, is_group
 from typer.testing import CliRunner
 
 from kmq.cli.app import app
@@ -58,17 +58,14 @@ def builds_table(module: str, function: str, seen: set[tuple[str, str]]) -> bool
     return False
 
 
-def commands(group, names=("kmq",)):
-    for name, command in getattr(group, "commands", {}).items():
-        yield from (
-            commands(command, (*names, name)) if hasattr(command, "commands") else [(" ".join((*names, name)), command)]
-        )
+def commands():
+    return {" ".join(("kmq", *words)): command for words, command in every_command() if not is_group(command)}
 
 
 def with_tables() -> dict[str, set[str]]:
     """Command that prints a table → its options."""
     found = {}
-    for name, command in commands(typer.main.get_command(app)):
+    for name, command in commands().items():
         function = inspect.unwrap(command.callback)
         if builds_table(function.__module__, function.__name__, set()):
             found[name] = {option for each in command.params for option in each.opts}
@@ -84,7 +81,7 @@ def test_every_command_that_prints_a_table_has_json():
 
 
 def test_lists_that_are_no_tables_have_json_too():
-    every = dict(commands(typer.main.get_command(app)))
+    every = commands()
     for name in ("kmq token list", "kmq pipeline list", "kmq verify"):
         assert "--json" in {option for each in every[name].params for option in each.opts}, name
 

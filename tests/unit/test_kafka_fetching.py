@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import cramjam
 import pytest
@@ -15,11 +16,13 @@ from kafka_peer import Peer
 from kio.schema.errors import ErrorCode
 from log_server import up
 from made_data import FIRST_TS, append, write_data
+from waiting import until
 
 from kmq.broker.stats import STATES, Incidents, Strangers
+from kmq.gateway.core import times
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.core.partitions import Partition
+from kmq.gateway.core.partitions import Partition, Partitions
 from kmq.gateway.kafka import fetching
 from kmq.gateway.kafka.cache import MAX_BATCH, TailCache
 from kmq.gateway.kafka.door import Cluster, Kafka
@@ -28,6 +31,8 @@ from kmq.gateway.kafka.records import encode, patched, read_batches, render
 from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import Key
 from kmq.log import topics
+from kmq.log.index import IndexWriter
+from kmq.log.segment import index_path, remove, survey
 from kmq.wire.requests import TopicPartition
 
 CODECS = {0: None, 1: cramjam.gzip, 2: cramjam.snappy, 3: cramjam.lz4, 4: cramjam.zstd}
@@ -462,8 +467,7 @@ def test_what_came_in_a_wait_for_more_is_given_when_the_time_is_up(tmp_path):
     made = write_data(tmp_path, lines_of(10), {"t": 1}, closed=False)
     with opened(str(tmp_path)) as (door, peer):
         peer.send_fetch({("t", 0): 10}, min_bytes=100_000, wait_ms=2000)
-        while not door.core.waking.watches:
-            time.sleep(0.001)
+        until(lambda: door.core.waking.watches)
         append(made, lines_of(1, start=10))
         assert values(peer.read_fetched()["t", 0]) == [(10, b"10")]
     for each in made[:2]:
@@ -609,7 +613,7 @@ def asked(peer, timestamp, version=6, topic="t", partition=0, **more):
     return found.topics[0].partitions[0]
 
 
-@pytest.mark.parametrize("version", range(1, 7))
+@pytest.mark.parametrize("version", range(1, 8))
 def test_offsets_are_listed_in_each_version(tmp_path, version):
     data = write_data(tmp_path, lines_of(3), {"t": 1})
     with opened(data) as (_, peer):
@@ -621,7 +625,7 @@ def test_offsets_are_listed_in_each_version(tmp_path, version):
         assert {row.offset for row in missing} == {-1}
 
 
-def test_a_time_is_found_by_when_records_came_and_then_by_what_they_show(tmp_path):
+def test_a_time_is_found_by_what_records_show(tmp_path):
     came = FIRST_TS // 1_000_000  # in seconds; each record a microsecond after the one before
     shown = [came - 100, came - 90, came + 50, came - 70, came + 90]
     data = write_data(tmp_path, [b"t.@0|%d||x" % second for second in shown], {"t": 1})
@@ -631,22 +635,60 @@ def test_a_time_is_found_by_when_records_came_and_then_by_what_they_show(tmp_pat
             row = asked(peer, second * 1000)
             return row.offset, row.timestamp // 1000
 
-        assert [found(came + after) for after in (-1000, -100, -95, -80, 0)] == [
+        assert [found(came + after) for after in (-1000, -100, -95, -80, 0, 51)] == [
             *[(0, came - 100)] * 2,
             (1, came - 90),
             *[(2, came + 50)] * 2,
+            (4, came + 90),
         ]
-        assert asked(peer, (came + 1) * 1000).offset == -1  # none came since then
-        assert asked(peer, -3).error_code == ErrorCode.invalid_request
+        assert asked(peer, (came + 91) * 1000).offset == -1
+        highest = asked(peer, -3, 7)
+        assert (highest.offset, highest.timestamp) == (4, (came + 90) * 1000)
+        assert asked(peer, -4).error_code == ErrorCode.invalid_request
 
 
-@pytest.mark.parametrize(("nbytes", "found"), [(100, (3000, 6000)), (900, (0, 5000))])
-def test_a_time_is_looked_for_in_a_mebibyte_and_else_the_first_that_came_since_is_meant(tmp_path, nbytes, found):
-    lines = [b"t.@0|5||%b" % (b"x" * nbytes)] * 3000 + [b"t.@0|6||x"]
+def test_a_search_by_time_that_takes_too_long_is_repeated_and_goes_on(tmp_path, monkeypatch):
+    lines = [b"t.@0|5||%b" % (b"x" * 900)] * 4000 + [b"t.@0|6||x"]
     data = write_data(tmp_path, lines, {"t": 1})
+    monkeypatch.setattr(times, "READ_S", 0.0)  # each request reads one run
     with opened(data) as (_, peer):
-        row = asked(peer, 6000)
-        assert (row.offset, row.timestamp) == found
+        found = [asked(peer, 6000) for _ in range(5)]
+        assert [row.error_code for row in found[:2]] == [ErrorCode.not_leader_or_follower] * 2
+        assert (found[-1].error_code, found[-1].offset, found[-1].timestamp) == (0, 4000, 6000)
+
+
+@pytest.mark.parametrize("size", [1, 3000])
+def test_times_are_those_of_all_records_after_compaction_retention_and_appends(tmp_path, size):
+    rng = random.Random(size)
+    made = write_data(tmp_path, [b"t.@0|5||x"], {"t": 1}, segment_bytes=20 * size + 20_000, group=100, closed=False)
+    partition = Partitions(str(tmp_path)).open("t", 0)
+    shown = {0: 5000}
+
+    def check():
+        for target in range(0, 5_200_000, 200_500):
+            expected = next((row for row in sorted(shown.items()) if row[1] >= target), None)
+            found = partition.first_shown(target)
+            assert (found and (found.offset, found.timestamp)) == expected
+        highest = partition.highest_shown()
+        assert (highest.offset, highest.timestamp) == max(shown.items(), key=lambda row: (row[1], -row[0]))
+
+    for _ in range(4):
+        seconds = [rng.randrange(5000) for _ in range(500)]
+        shown |= {len(shown) + n: second * 1000 for n, second in enumerate(seconds)}
+        append(made, [b"t.@0|%d||%b" % (second, b"x" * size) for second in seconds], 100)
+        check()
+    made[0].close()
+    made[1].close()
+    oldest, other, third, *_ = survey(f"{tmp_path}/topics/t/0")
+    remove([oldest])  # as retention does it
+    shown = {at: ms for at, ms in shown.items() if at >= other.first}
+    check()
+    rows = Path(other.path).read_bytes().split(b"\n")[:-1]  # as compaction does it
+    Path(other.path).write_bytes(b"\n".join([b"" if n % 3 else row for n, row in enumerate(rows)] + [b""]))
+    Path(index_path(other.path)).unlink()
+    IndexWriter.complete(other.path, other.first, lambda *_: None)
+    shown = {at: ms for at, ms in shown.items() if not (at - other.first) % 3 or at >= third.first}
+    check()
 
 
 def test_the_end_of_an_epoch_up_to_ours_is_the_end_of_the_partition(tmp_path):

@@ -5,15 +5,18 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
+from kafka_batches import Sent, framed, records_of
 
+from kmq.client.connection import ServerAddress
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.kafka import bodies, producing, units
 from kmq.gateway.kafka.cache import TailCache
 from kmq.gateway.kafka.producing import ProduceChapter
-from kmq.gateway.kafka.records import RecordBatch, RenderedLines
+from kmq.gateway.kafka.records import RenderedLines
 from kmq.gateway.kafka.units import Units
 from kmq.gateway.kafka.wire import ErrorCode
 from kmq.logfmt import Logger
+from kmq.message.ids import FORGOTTEN
 
 PATIENCE_S = 60.0
 PID = 2_000_001  # of the second life
@@ -55,11 +58,10 @@ class Ingress:
 
 @pytest.fixture
 def link(monkeypatch):
-    monkeypatch.setattr(units.local_token, "read", lambda settings: "token")
-
     def made(ingress):
         port = ingress.server.sockets[0].getsockname()[1]
-        monkeypatch.setattr(units, "read_port", lambda *_: port)
+        address = ServerAddress("127.0.0.1", port, "token")
+        monkeypatch.setattr(units, "reserved_address", lambda settings: address)
         return Units(SimpleNamespace(port=0, host="127.0.0.1"), Logger("gateway"))
 
     return made
@@ -88,13 +90,13 @@ def test_what_waits_behind_a_refused_unit_is_refused_with_it_and_not_sent_on_the
     async def work():
         async with Ingress([OK, b"!err 1 disk_full full\n", after], [OK, b"!ack 1 9\n"]) as ingress:
             made, refused = link(ingress), []
-            first, second = (made.send(b"k1", b"a|1|%d|x\n" % n, 1, lambda n=n: refused.append(n)) for n in (1, 2))
+            first, second = (made.send(b"k1", b"a|1|%d|x\n" % n, 1, lambda _, n=n: refused.append(n)) for n in (1, 2))
             ingress.release()
             assert await outcome(first) == "disk_full" and refused == [1]
-            third = made.send(b"k1", b"a|1|3|x\n", 1, lambda: refused.append(3))
+            third = made.send(b"k1", b"a|1|3|x\n", 1, lambda _: refused.append(3))
             ingress.release()
             assert [await outcome(second), await outcome(third)] == ["disk_full"] * 2 and refused == [1, 2, 3]
-            fourth = made.send(b"k1", b"a|1|1|x\n", 1, lambda: None)
+            fourth = made.send(b"k1", b"a|1|1|x\n", 1, lambda _: None)
             ingress.release()
             assert await outcome(fourth) == [(1, 9, False)]
             assert ingress.units == [b"a|1|1|x\n", b"a|1|2|x\n", b"a|1|1|x\n"]
@@ -107,10 +109,10 @@ def test_a_refused_hello_refuses_what_waits_and_the_next_unit_tries_again(link):
     async def work():
         async with Ingress([b"!err 0 quota reached\n"], [OK, b"!ack 1 5\n"]) as ingress:
             made, refused = link(ingress), []
-            assert await outcome(made.send(b"k1", b"a|1|1|x\n", 1, lambda: refused.append(1))) == "quota"
+            assert await outcome(made.send(b"k1", b"a|1|1|x\n", 1, lambda _: refused.append(1))) == "quota"
             assert refused == [1]
             ingress.release()
-            assert await outcome(made.send(b"k1", b"a|1|1|x\n", 1, lambda: None)) == [(1, 5, False)]
+            assert await outcome(made.send(b"k1", b"a|1|1|x\n", 1, lambda _: None)) == [(1, 5, False)]
             await made.close()
 
     run(work)
@@ -124,7 +126,7 @@ def test_a_second_full_disk_is_a_log_line_of_its_own(link, monkeypatch):
             monkeypatch.setattr(made, "_log", SimpleNamespace(warn=lambda event, **_: logged.append(event)))
             for expected in ("disk_full", "disk_full", [(1, 5, False)], "disk_full"):
                 ingress.release()
-                assert await outcome(made.send(b"k1", b"a|1|1|x\n", 1, lambda: None)) == expected
+                assert await outcome(made.send(b"k1", b"a|1|1|x\n", 1, lambda _: None)) == expected
                 if expected == [(1, 5, False)]:
                     made._link.transport.abort()
                     while made._link is not None:
@@ -139,7 +141,7 @@ def test_what_has_no_reply_when_the_connection_breaks_is_sent_again_in_order(lin
     async def work():
         async with Ingress([OK, None], [OK, b"!dup 1 4\n", b"!ack 2 5\n"]) as ingress:
             made = link(ingress)
-            sent = [made.send(b"k1", b"a|1|%d|x\n" % n, 1, lambda: None) for n in (1, 2)]
+            sent = [made.send(b"k1", b"a|1|%d|x\n" % n, 1, lambda _: None) for n in (1, 2)]
             for _ in range(3):
                 ingress.release()
             assert [await outcome(each) for each in sent] == [[(1, 4, True)], [(1, 5, False)]]
@@ -154,7 +156,7 @@ def test_a_unit_says_which_id_must_be_stored_before_it(link):
         async with Ingress([OK, b"!ack 1 1\n", b"!err 2 id_gap 1 is not stored\n", b"!ack 3 2\n"]) as ingress:
             made, heads = link(ingress), []
             for after in (0, 1, 1):
-                sent = made.send(b"k1", b"a|1|%d|x\n" % (after + 1), 1, lambda: None, after)
+                sent = made.send(b"k1", b"a|1|%d|x\n" % (after + 1), 1, lambda _: None, after)
                 ingress.release()
                 heads.append((await outcome(sent), ingress.heads[-1]))
             assert heads == [
@@ -190,43 +192,52 @@ class Told:
 
     def refuse(self, at, code="disk_full"):
         _, future, on_refused = self.sent[at]
-        on_refused()
+        on_refused(False)
         future.set_exception(RequestRefused(code))
 
 
-def batch(epoch, sequence, nbytes=100):
-    return RecordBatch(memoryview(b"z" * nbytes), 0, False, 0, 0, PID, epoch, sequence, 1)
+def batch(epoch, sequence):
+    return memoryview(framed(records_of([Sent(0, None, b"z" * 100)], 0), 1, producer=(PID, epoch, sequence)))
 
 
 @pytest.fixture
 def chapter(monkeypatch):
-    def made(link):
-        partitions = SimpleNamespace(is_compacted=lambda topic: False)
+    def made(link, start=0):
+        partitions = SimpleNamespace(
+            is_compacted=lambda topic: False,
+            declared=lambda topic: (1, 1),
+            open=lambda *_: SimpleNamespace(start=lambda: start),
+        )
         settings, core = SimpleNamespace(max_line=1 << 20), SimpleNamespace(partitions=partitions)
-        return ProduceChapter(settings, core, lambda: 3, TailCache(0), link, None, Logger("gateway"))
+        transactions = SimpleNamespace(is_transactional=lambda pid: False)
+        return ProduceChapter(settings, core, lambda: 3, TailCache(0), link, transactions, Logger("gateway"))
 
     monkeypatch.setattr(producing, "render", lambda each, *_, **__: RenderedLines(b"%d\n" % each.base_sequence, True))
     return made
 
 
-PART = bodies.ProducedPart("t", 0, None)
-
-
-def code(found):
-    return found.code if isinstance(found, bodies.Produced) else None
+async def begin(made, sent, topic="t"):
+    """What a batch is told; None: it is handed over."""
+    told, until = made._units, asyncio.get_running_loop().time() + PATIENCE_S
+    before = len(told.sent)
+    part, call = bodies.ProducedPart(topic, 0, sent), SimpleNamespace(may=lambda key: True)
+    found = await made._begin(call, None, part, until)
+    if len(told.sent) > before:
+        return None
+    return (found if isinstance(found, bodies.Produced) else await found).code
 
 
 def test_a_batch_behind_a_refused_one_is_a_gap_until_that_one_comes_again(chapter):
     async def work():
         told = Told(last=5)
         made = chapter(told)
-        await made._begin_idempotent(PART, batch(0, 5), 1)
+        await begin(made, batch(0, 5))
         told.refuse(0)
-        assert code(await made._begin_idempotent(PART, batch(0, 6), 1)) == ErrorCode.out_of_order_sequence_number
-        assert code(await made._begin_idempotent(PART, batch(0, 5), 1)) is None
-        assert code(await made._begin_idempotent(PART, batch(0, 6), 1)) is None
-        assert code(await made._begin_idempotent(PART, batch(0, 4), 1)) is None  # again
-        assert code(await made._begin_idempotent(PART, batch(1, 0), 1)) is None
+        assert (await begin(made, batch(0, 6))) == ErrorCode.out_of_order_sequence_number
+        assert (await begin(made, batch(0, 5))) is None
+        assert (await begin(made, batch(0, 6))) is None
+        assert (await begin(made, batch(0, 4))) is None  # again
+        assert (await begin(made, batch(1, 0))) is None
         assert told.after == [5, 5, 6, 4, 7]
 
     run(work)
@@ -236,7 +247,7 @@ def test_a_batch_that_was_being_rendered_when_the_one_before_it_was_refused_is_n
     async def work():
         told = Told(last=5)
         made = chapter(told)
-        await made._begin_idempotent(PART, batch(0, 5), 1)
+        await begin(made, batch(0, 5))
         render = made._lines
 
         async def refused_meanwhile(*arguments):
@@ -244,8 +255,8 @@ def test_a_batch_that_was_being_rendered_when_the_one_before_it_was_refused_is_n
             return await render(*arguments)
 
         monkeypatch.setattr(made, "_lines", refused_meanwhile)
-        found = await made._begin_idempotent(PART, batch(0, 6), 1)
-        assert code(found) == ErrorCode.out_of_order_sequence_number and len(told.sent) == 1
+        found = await begin(made, batch(0, 6))
+        assert found == ErrorCode.out_of_order_sequence_number and len(told.sent) == 1
 
     run(work)
 
@@ -254,11 +265,11 @@ def test_a_new_epoch_goes_on_after_a_refusal_and_an_old_one_is_told_so(chapter):
     async def work():
         told = Told(last=(1 << 44) + 5)
         made = chapter(told)
-        await made._begin_idempotent(PART, batch(1, 5), 1)
+        await begin(made, batch(1, 5))
         told.refuse(0)
-        assert code(await made._begin_idempotent(PART, batch(0, 7), 1)) == ErrorCode.invalid_producer_epoch
-        assert code(await made._begin_idempotent(PART, batch(2, 0), 1)) is None
-        assert code(await made._begin_idempotent(PART, batch(2, 1), 1)) is None
+        assert (await begin(made, batch(0, 7))) == ErrorCode.invalid_producer_epoch
+        assert (await begin(made, batch(2, 0))) is None
+        assert (await begin(made, batch(2, 1))) is None
 
     run(work)
 
@@ -268,12 +279,51 @@ def test_the_first_batch_of_a_producer_that_was_not_handed_over_leaves_a_gap(cha
         made = chapter(Told(last=0))
 
         async def never(*arguments):
-            raise RequestRefused("too_long")
+            raise RequestRefused("too_long", "")
 
-        with monkeypatch.context() as patch, pytest.raises(RequestRefused):
+        with monkeypatch.context() as patch:
             patch.setattr(made, "_lines", never)
-            await made._begin_idempotent(PART, batch(0, 0), 1)
-        assert code(await made._begin_idempotent(PART, batch(0, 1), 1)) == ErrorCode.out_of_order_sequence_number
+            assert await begin(made, batch(0, 0)) == ErrorCode.message_too_large
+        assert (await begin(made, batch(0, 1))) == ErrorCode.out_of_order_sequence_number
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("last", "start", "taken"),
+    [(0, 0, False), (FORGOTTEN, 0, True), (0, 5, True)],
+    ids=["new", "forgotten", "emptied"],
+)
+def test_a_first_sequence_that_is_not_0_is_taken_where_its_ids_may_have_been(chapter, last, start, taken):
+    async def work():
+        made = chapter(Told(last), start)
+        found = await begin(made, batch(0, 7))
+        assert found == (None if taken else ErrorCode.out_of_order_sequence_number)
+
+    run(work)
+
+
+def test_where_a_refusal_had_to_be_forgotten_a_start_is_no_reason_to_take_a_first_sequence(chapter, monkeypatch):
+    async def work():
+        monkeypatch.setattr(producing, "_NAMES", 1)
+        made = chapter(Told(0), 5)
+        made._core.partitions.declared = lambda topic: (int(topic == "t"), 1)
+        assert await begin(made, batch(0, 0), "nobody") == ErrorCode.unknown_topic_or_partition
+        assert await begin(made, batch(0, 0), "another") == ErrorCode.unknown_topic_or_partition
+        assert await begin(made, batch(0, 7)) == ErrorCode.out_of_order_sequence_number
+        assert await begin(made, batch(0, 0)) is None
+
+    run(work)
+
+
+def test_a_batch_that_was_sent_on_a_broken_connection_may_be_stored(link):
+    async def work():
+        async with Ingress([OK, None], [b"!err 0 not_enough_replicas too few\n"]) as ingress:
+            made, told = link(ingress), []
+            sent = made.send(b"k1", b"a|1|1|x\n", 1, told.append)
+            ingress.release()
+            assert await outcome(sent) == "not_enough_replicas" and told == [True]
+            await made.close()
 
     run(work)
 

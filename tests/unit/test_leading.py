@@ -1,5 +1,7 @@
 """A leader over real sockets, rings and logs; its followers say by hand whatever a test wants."""
 
+import asyncio
+
 import pytest
 from shard_parts import LEADING, STARTING, first_register, play
 
@@ -337,6 +339,47 @@ def test_a_connection_that_breaks_makes_nobody_behind_before_the_lag_is_over(tmp
         await shard.until(lambda: B not in a.leading.followers)
         assert not a.roles.is_behind(B)
         await shard.until(lambda: a.roles.is_behind(B))
+
+    play(tmp_path, scene, "a", env={"KMQ_REPLICA_LAG": "1s"})
+
+
+def test_a_follower_that_confirms_late_is_slow_until_it_was_quick_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(lead, "_TICK_S", 0.01)
+    monkeypatch.setattr(lead, "_SLOW_S", 0.05)
+    monkeypatch.setattr(lead, "_SMOOTH", 2)
+
+    async def scene(shard, a):
+        await leads(shard, a, B, C)
+        b, c = await shard.peer(a, "b"), await shard.peer(a, "c")
+        await b.joins(1, 1), await c.joins(1, 1)
+        b.have(1), c.have(1)
+        await shard.until(lambda: a.leading.hw == 1)
+
+        async def send(is_quick):
+            seq = await stores(shard, a, b"t|||x")
+            b.have(seq)
+            if not is_quick:
+                await asyncio.sleep(0.2)
+            c.have(seq)
+            await shard.until(lambda: a.leading.hw == seq)
+
+        while not a.roles.is_slow(C):
+            await send(is_quick=False)
+        assert not a.roles.is_slow(B) and a.leading.delays[C].slow_since
+        b.register = c.register = change(a, [a.id, B])
+        await send(is_quick=True)
+        assert not a.roles.may_join(C), "it would be slow again at once"
+        b.link.close()
+        await shard.until(lambda: a.roles.is_behind(B))
+        await shard.until(lambda: a.roles.may_join(C))  # nothing is committed without it
+
+        b = await shard.peer(a, "b")
+        await b.joins(a.leading.hw, 1)
+        b.have(a.leading.hw)
+        await shard.until(lambda: not a.roles.is_behind(B))
+        while a.leading.delays[C].slow_since:
+            await send(is_quick=True)
+        assert a.roles.may_join(C) and not a.roles.is_slow(C)
 
     play(tmp_path, scene, "a", env={"KMQ_REPLICA_LAG": "1s"})
 

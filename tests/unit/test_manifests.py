@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import agreement
@@ -20,12 +19,13 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import schemas
-import typer
 import yaml
 from agreement import containers, named, of_kind, pods, selects
+from brokers import environment
+from command_tree import every_command
+from waiting import until
 
 from kmq import __version__, probe
-from kmq.cli.app import app
 from kmq.config import settings
 from kmq.config.settings import STAGES
 from kmq.links import layout
@@ -657,7 +657,7 @@ def test_the_ship_component_adds_one_container_and_its_command_is_one(tmp_path, 
     assert {key for key in new if new[key] != old.get(key)} == {"initContainers"}
     ship, *others = new["initContainers"]
     assert (others, ship["image"], ship["restartPolicy"]) == (old["initContainers"], f"kmq:{__version__}", "Always")
-    given = typer.main.get_command(app).commands["ship"].make_context("kmq ship", list(ship["command"][2:])).params
+    given = dict(every_command())["ship",].make_context("kmq ship", list(ship["command"][2:])).params
     (mount,) = ship["volumeMounts"]
     for path in (given["state"], *given["patterns"]):
         assert path.startswith(f"{mount['mountPath']}/")
@@ -847,8 +847,7 @@ def test_every_stage_starts_with_the_variables_that_a_service_named_kmq_injects(
     instance = f"unit-links-{os.getpid()}"
     ours = {"KMQ_INSTANCE": instance, "KMQ_DATA": f"{tmp_path}/data", "KMQ_PIPES": f"{tmp_path}/pipes"}
     (tmp_path / "kmq.toml").write_text("KMQ_PORT = 0\nKMQ_ACK_PORT = 0\n")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
-    env = kept | links | ours | {"PYTHONPATH": str(ROOT)}
+    env = environment(**links, **ours, PYTHONPATH=ROOT)
     found = settings.load(links | ours, str(tmp_path / "kmq.toml"))
     logs = {name: (tmp_path / f"{name}.log").open("w+b") for name in STAGES}
     with contextlib.ExitStack() as stack:
@@ -859,7 +858,8 @@ def test_every_stage_starts_with_the_variables_that_a_service_named_kmq_injects(
             for name in STAGES
         }
         try:
-            until_ready(found, stages)
+            for name, stage in stages.items():
+                until(lambda name=name: not probe.reason("ready", name, found), f"{name} is ready", process=stage)
         finally:
             for stage in stages.values():
                 stage.terminate()
@@ -872,13 +872,3 @@ def test_every_stage_starts_with_the_variables_that_a_service_named_kmq_injects(
     for name in STAGES:
         said = (tmp_path / f"{name}.log").read_text()
         assert said.count("event=service_links_ignored") == 1 and f"names={','.join(sorted(links))}" in said
-
-
-def until_ready(found, stages):
-    """As the pod's probes see it."""
-    waiting = list(STAGES)
-    deadline = time.monotonic() + 60
-    while waiting := [name for name in waiting if probe.reason("ready", name, found)]:
-        assert all(stage.poll() is None for stage in stages.values())
-        assert time.monotonic() < deadline, waiting
-        time.sleep(0.02)

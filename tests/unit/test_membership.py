@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from log_server import up
 from made_data import write_data
+from waiting import until_async
 
 from kmq.broker.stats import STATES
 from kmq.gateway.core.broker import RequestRefused
@@ -19,10 +20,10 @@ from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Limit
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups import membership
-from kmq.gateway.groups.admin import GroupAdmin, StalledGroups
+from kmq.gateway.groups.admin import GroupAdmin, PartitionLag, StalledGroups
 from kmq.gateway.groups.coordinator import GENERATIONS, LIVES
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offset_table import CommittedOffset, RowKey, encode_payload, routing_key
+from kmq.gateway.groups.offset_table import CommittedOffset, NackRow, RowKey, encode_payload, routing_key
 from kmq.gateway.groups.offsets import OffsetCommit, OffsetStore
 from kmq.gateway.groups.protocol import Assigned, Client, MemberOptions
 from kmq.gateway.groups.reader import Reader, Turn
@@ -52,8 +53,7 @@ async def started(data, records, epoch=0, **settings):
         running = asyncio.create_task(groups.run())
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while not groups.is_ready:
-                    await asyncio.sleep(0.01)
+                await until_async(lambda: groups.is_ready)
                 yield broker, groups
         finally:
             running.cancel()
@@ -89,8 +89,7 @@ def test_a_member_that_comes_back_before_the_first_rebalance_is_not_told_that_it
             heard = []
             for _ in range(2):  # before the members of a former life have been waited for
                 await groups.join("g", "m", ME, MemberOptions(("t",)), heard.append, is_anew=True)
-            while not any(isinstance(event, Assigned) for event in heard):
-                await asyncio.sleep(0.01)
+            await until_async(lambda: any(isinstance(event, Assigned) for event in heard))
         first = next(event for event in heard if isinstance(event, Assigned))
         assert [tuple(place) for place in first.partitions] == [("t", 0)]
 
@@ -108,8 +107,7 @@ def test_generations_rise_over_the_brokers_of_a_shard_and_never_meet(tmp_path):
         async with started(data, len(records), epoch) as (_, groups):
             heard = []
             await groups.join("g", "m", ME, MemberOptions(("t",)), heard.append)
-            while not heard:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: heard)
             found.append(heard[-1].generation)
 
     def commits(generation):
@@ -164,8 +162,7 @@ def test_generations_go_on_above_those_of_offsets_that_come_while_the_groups_are
         async with started(data, 1) as (_, groups):
             heard = []
             await groups.join("g", "m", ME, MemberOptions(("t",)), heard.append)
-            while not heard:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: heard)
             assert heard[-1].generation > high
 
     asyncio.run(main())
@@ -194,11 +191,9 @@ def test_a_group_begins_at_the_start_of_partitions_that_came_while_no_gateway_ra
         async with started(data, 1 + len(commits)) as (_, groups):
             heard = []
             member = await groups.join("new", None, ME, MemberOptions(("t",)), heard.append)
-            while not heard:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: heard)
             assert [place.partition for place in heard[-1].partitions] == [0, 1], "the broker takes no commits yet"
-            while len(refused) < 3:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: len(refused) >= 3)
             is_down = False
             while len(heard[-1].partitions) < 4:
                 groups.sync("new", member)
@@ -260,8 +255,7 @@ def test_an_answer_over_http_shows_the_assignment_by_which_it_was_read(tmp_path,
             async def turn(self, cursors, *_, **__):
                 monkeypatch.undo()
                 await groups.join("g", "two", ME, MemberOptions(("t",)), lambda event: None)
-                while len(poller.assigned) == 4:
-                    await asyncio.sleep(0.01)
+                await until_async(lambda: len(poller.assigned) != 4)
                 return Turn([], cursors)
 
             monkeypatch.setattr(Reader, "turn", turn)
@@ -313,7 +307,7 @@ def test_a_commit_ahead_of_the_files_is_judged_when_the_router_has_caught_up(tmp
     async def main():
         async with started(data, 3) as (broker, groups):
             router, written = broker.page.rows["router"], []
-            groups.store.commit = lambda group, rows, *_: asyncio.sleep(0, written.append(rows["t", 0].offset))
+            groups.store.commit = lambda group, rows, *_, **__: asyncio.sleep(0, written.append(rows["t", 0].offset))
             await groups.commit("g", None, {("t", 0): OffsetCommit(2)})
             router.state = STATES.index("recovering")
             early = asyncio.create_task(groups.commit("g", None, {("t", 0): OffsetCommit(3)}))
@@ -351,11 +345,9 @@ def test_a_member_that_waits_for_its_commit_is_alive(tmp_path):
             async with asyncio.timeout(PATIENCE_S):
                 await is_assigned.wait()
             groups.beat = lambda *member: beats.append(member)
-            groups.store.commit = lambda *_: is_stored.wait()
+            groups.store.commit = lambda *_, **__: is_stored.wait()
             asked = asyncio.create_task(groups.commit("g", "m", {("t", 0): OffsetCommit(1)}))
-            async with asyncio.timeout(PATIENCE_S):
-                while len(beats) < 2:
-                    await asyncio.sleep(0.05)
+            await until_async(lambda: len(beats) >= 2)
             is_stored.set()
             await asked
             assert set(beats) == {("g", "m")}
@@ -373,7 +365,7 @@ def test_a_group_may_commit_the_beginning_of_a_second_life(tmp_path):
         async with started(data, 2) as (broker, groups):
             broker.page.rows["router"].state = STATES.index("ready")
             written = []
-            groups.store.commit = lambda group, rows, *_: asyncio.sleep(0, written.append(rows))
+            groups.store.commit = lambda group, rows, *_, **__: asyncio.sleep(0, written.append(rows))
             await groups.commit("g", None, {("t", 0): OffsetCommit(9)})
             assert written == [{("t", 0): OffsetCommit(9)}]
             with pytest.raises(RequestRefused, match="first=9 end=9"):
@@ -382,18 +374,60 @@ def test_a_group_may_commit_the_beginning_of_a_second_life(tmp_path):
     asyncio.run(main())
 
 
+def test_a_group_falls_behind_when_its_lag_only_grows_for_a_minute(tmp_path):
+    """Not one whose lag swings between its commits, nor one whose oldest message is young."""
+    places = [("behind", 0), ("swings", 0)]
+    data = write_data(tmp_path / "d", [b"t|0||a", *(commit(name, at, time.time()) for name, at in places)], {"t": 1})
+
+    async def main():
+        async with started(data, 3) as (broker, groups):
+            admin = SimpleNamespace(names=list, all_lags=None)
+            watch = StalledGroups(broker.page, groups, admin, 300, Logger("test"))
+
+            async def see(now, behind, swings, waits_s):
+                seen = [("behind", 0, behind, waits_s), ("behind", 1, 5, 0.0), ("swings", 0, swings, 90.0)]
+                rows = [
+                    (name, PartitionLag("t", number, 0, 9, 1000, 99.0, 0, lag, age_s))
+                    for name, number, lag, age_s in seen
+                ]
+                admin.all_lags = lambda: asyncio.sleep(0, rows)
+                await watch.look(now)
+                return broker.page.trends().get("lag_grows")
+
+            row = broker.page.rows["gateway"]
+            row.pid, row.heartbeat = 1, time.monotonic_ns() + 10**12
+            for now in range(0, 100, 5):
+                assert await see(1000 + now, 100 + now, now % 20, 59.0) is None, "its oldest message is young"
+            assert await see(1100, 200, 3, 61.0) == (1, 205), "both partitions"
+            for now in range(1105, 1160, 5):
+                assert await see(now, 200, 3, 61.0) == (1, 205), "held for a minute after it grew last"
+            for now in range(1160, 1200, 5):
+                last = await see(now, 200, 3, 61.0)
+            assert last is None
+
+    asyncio.run(main())
+
+
 def test_a_group_stands_still_when_messages_wait_and_its_commit_stays(tmp_path):
-    """Not one that is behind for a moment, nor one that has read all, nor one that goes on."""
+    """Not one that is behind for a moment, nor one that has read all and gave some back, nor one that goes on."""
     places = [("stuck", 0), ("done", 2), ("slow", 0)]
+    row = NackRow(1, time.time() + 3600)
+    given_back = b"%b|0|1|%b" % (routing_key(RowKey("done", "t", 0, 1)), encode_payload(row))
     data = write_data(
-        tmp_path / "d", [b"t|0||a", b"t|0||b", *(commit(name, at, time.time()) for name, at in places)], {"t": 1}
+        tmp_path / "d",
+        [b"t|0||a", b"t|0||b", *(commit(name, at, time.time()) for name, at in places), given_back],
+        {"t": 1},
     )
 
     async def main():
-        async with started(data, 5) as (broker, groups):
+        async with started(data, 6) as (broker, groups):
             core, row = Core(broker.settings, broker.page, Logger("test")), broker.page.rows["gateway"]
+            admin = GroupAdmin(groups, core.partitions, core.fetching)
             try:
-                stalled = StalledGroups(row, groups, GroupAdmin(groups, core.partitions, core.fetching), 300)
+                stalled = StalledGroups(broker.page, groups, admin, 300, Logger("test"))
+                assert [lag[:4] for lag in await admin.lags()] == [
+                    *(("done", "t", 0, 1), ("slow", "t", 0, 2), ("stuck", "t", 0, 2))
+                ], "what waits for its delay is lag"
                 await stalled.look(1000)
                 await stalled.look(1200)
                 assert (row.groups, row.groups_stalled, row.group_stalled_lag) == (3, 0, 0)

@@ -6,7 +6,7 @@ import pytest
 from fake_logger import FakeLogger
 
 from kmq.gateway.core.broker import RequestRefused
-from kmq.gateway.groups import offset_table
+from kmq.gateway.groups import group_records, offset_table
 from kmq.gateway.groups.offset_table import (
     CommittedOffset,
     NackRow,
@@ -201,4 +201,4 @@ def test_a_partition_keeps_so_many_messages_that_were_given_back(monkeypatch):
 
 
 def test_the_log_of_a_directory_without_offsets_is_empty(tmp_path):
-    assert offset_table.read_log(str(tmp_path), FakeLogger()) == ([], 0)
+    assert offset_table.read_log(str(tmp_path), FakeLogger(), group_records.scan) == ([], 0, {})

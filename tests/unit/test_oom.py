@@ -1,14 +1,14 @@
 """The kernel's count of processes that it killed for lack of memory."""
 
 import pytest
-from received_ends import new_row
+from stats_rows import row_of
 
 from kmq.broker.stage import OomKills
 
 
 @pytest.fixture
 def row():
-    return new_row()
+    return row_of("durability")
 
 
 def files(root, cgroup, events, text):

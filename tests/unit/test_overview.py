@@ -34,7 +34,7 @@ def test_strangers_do_not_push_out_what_operators_must_see():
     events.add("changed", "orders", "deleted")
     for _ in range(10_000):
         clock.now += 61
-        events.refused("unauthorized", 1000, "1.2.3.4", "x" * 1000)
+        events.count("refused", "unauthorized", 1000, "1.2.3.4", "x" * 1000)
     kinds = [event.kind for event in events.after()]
     assert kinds[:2] == ["restarted", "changed"] and kinds.count("refused") == 100
     assert all(len(event.text) <= 300 for event in events.after())
@@ -45,7 +45,7 @@ def test_what_strangers_cause_is_one_event_a_minute_with_a_count():
     events = Events(clock)
     for _ in range(50):
         clock.now += 1
-        events.refused("unauthorized", 2, "1.2.3.4:5", "no token")
+        events.count("refused", "unauthorized", 2, "1.2.3.4:5", "no token")
     assert [event.text for event in events.after()] == ["2 times: last 1.2.3.4:5: no token"]
     clock.now += 60
     events.sweep()

@@ -167,7 +167,8 @@ def test_a_position_is_an_offset(log):
         (LATEST, 2000),
         (Position("offset", 17), 17),
         (Position("offset", 2000), 2000),
-        (Position("time", FIRST_TS + 1500), 1499),
+        (Position("time", 1500 * 10**6), 1499),  # as it is shown: the time of its producer
+        (Position("received", FIRST_TS + 1500), 1499),
         (Position("time", FIRST_TS + 10**9), 2000),
         (Position("time", 0), 0),
     ):

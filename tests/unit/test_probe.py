@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from brokers import environment
 
 from kmq import probe
 from kmq.broker.stats import ADMISSIONS, FRESH_S, PROCESSES, STATES, StatsPage
@@ -137,9 +138,8 @@ def test_a_gateway_that_nobody_can_connect_to_is_not_ready(settings, page, ready
 
 
 def ask(environ, *argv, code="import sys; from kmq.probe import main; sys.exit(main(sys.argv[1:]))"):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
     command = [sys.executable, "-c", code, *argv]
-    return subprocess.run(command, env=kept | environ, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment(**environ), cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def test_the_exit_code_is_the_answer_and_the_reason_is_printed(environ, page):

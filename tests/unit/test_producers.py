@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 from framing_steps import MAX, P, Steps, W, mine, one_by_one, random_traffic, randomly, table
 from received_ends import messages
+from waiting import until
 
 import kmq.message.ids
 from kmq.errors import RetryError
@@ -18,8 +19,10 @@ from kmq.framing import dedupe
 from kmq.framing.blocks import ANY_TOPIC, LineBatch
 from kmq.framing.dedupe import Acceptor, DedupeSaver, DedupeTable
 from kmq.log import dedupe_file
+from kmq.message import ids
 from kmq.message.ids import NEW, PRINTS, TOO_OLD, KnownProducer
 from kmq.message.record import fingerprint
+from kmq.message.routing import AnyTopic
 
 NOW = 1_700_000_000
 FORGOTTEN = 0  # stored, but nobody knows as which seq
@@ -174,6 +177,41 @@ def test_every_id_of_a_random_history_is_found():
             assert producer.find(number) == stored.get(number, TOO_OLD if number <= id else NEW)
 
 
+def test_ids_that_are_stored_anew_are_found_by_their_new_seqs_and_all_others_as_before():
+    """Whatever is trimmed between: an id whose seq is forgotten was stored at most as `most_forgotten` says."""
+    rng = random.Random(5)
+    for _ in range(150):
+        producer, stored, id, seq = KnownProducer(), {}, -1, 0
+        for _ in range(80):
+            seq += rng.choice([1, 1, 3])
+            if stored and rng.random() < 0.4:
+                first = rng.choice([*stored])
+                for number in range(first, min(first + rng.choice([1, 1, 5, 30]), id + 1)):
+                    if number in stored:
+                        print = rng.randrange(1, 1 << 32)
+                        producer.renew(number, seq, print)
+                        stored[number] = seq, print
+                        seq += 1
+            else:
+                id += rng.choice([1, 1, 2, 7])
+                count = rng.choice([1, 1, 5])
+                prints = [rng.randrange(1, 1 << 32) for _ in range(count)]
+                producer.add(id, seq, count, prints)
+                stored |= {id + n: (seq + n, prints[n]) for n in range(count)}
+                id, seq = id + count - 1, seq + count
+            if rng.random() < 0.2:
+                producer.trim(rng.choice([2, 5, 9]))
+        assert producer.ids == sorted(producer.ids) and [*producer.firsts] == sorted(producer.firsts)
+        for number in range(id + 2):
+            found = producer.find(number)
+            if number not in stored:
+                assert found == (TOO_OLD if number <= id else NEW)
+            elif found == FORGOTTEN:
+                assert stored[number][0] <= producer.most_forgotten() and not producer.print_of(number)
+            else:
+                assert (found, producer.print_of(number)) == stored[number]
+
+
 def test_runs_are_bounded_for_each_and_for_all_together(monkeypatch):
     monkeypatch.setattr(dedupe, "_RUNS", 32)
     known = table(count=200)
@@ -231,6 +269,37 @@ def test_names_of_kafka_producers_have_a_part_of_their_own_and_the_idle_ones_giv
     assert K % 1 not in known.names and (known.common.count, known.kafka.count) == (2, 3)
     known.forget_idle(300_000)
     assert not known.names and known.kafka.count == known.common.count == 0
+
+
+def test_a_kafka_producer_that_was_forgotten_is_told_from_one_that_has_stored_nothing(data):
+    known, names = table(kafka=2), [b"k%d.1.0" % pid for pid in (3_000_005, 3_000_002, 3_000_006)]
+    known.remember(known.producer(names[0], 1000), 7, 7, 1, 1000)
+    known.remember(known.producer(names[1], 1001), 8, 8, 1, 1001)
+    assert [known.ask(name, 1001) for name in names] == [7, 8, 0]
+    assert known.producer(names[2], 1000 + 3601) is not None  # the oldest one gives way
+    assert [known.ask(name, 5000) for name in (names[0], b"k3000004.1.0", b"k3000006.1.1")] == [
+        ids.FORGOTTEN,
+        ids.FORGOTTEN,
+        0,
+    ]
+    write(data, saved(known, 9))
+    again = table(kafka=2)
+    assert again.load(data, 9) == 9 and dedupe_file.FORGOTTEN_NAME not in again.names
+    assert [again.ask(name, 5000) for name in (names[0], names[1], b"k3000006.1.1", b"till")] == [
+        ids.FORGOTTEN,
+        8,
+        0,
+        0,
+    ]
+
+
+def test_a_file_of_a_release_before_does_not_say_which_kafka_producers_were_forgotten(data):
+    rows = b"p|k3000002.1.0|7|1700000000||7:1:1|\n"
+    write(data, b"9|%d|2\n%b" % (dedupe_file.checksum(9, rows), rows))
+    known = table()
+    assert known.load(data, 9) == 9
+    asked = [known.ask(b"k%d.1.0" % pid, 1) for pid in (3_000_002, 3_000_009, 4_000_000)]
+    assert asked == [7, ids.FORGOTTEN, 0]  # it may be any producer of that life of a gateway
 
 
 def test_a_full_part_of_kafka_producers_refuses_their_new_names_and_nobody_else():
@@ -502,8 +571,8 @@ def test_more_names_than_the_limit_are_taken_in_when_they_have_records():
 class Killed(Steps):
     """A framer that is killed behind some of its commits, and finds its table again in what is stored."""
 
-    def __init__(self, make, cut, is_killed, data):
-        super().__init__(make(), cut)
+    def __init__(self, make, cut, is_killed, data, topics):
+        super().__init__(make(), cut, topics=topics)
         self.make, self.is_killed, self.data = make, is_killed, data
         self.kills = 0
         self.stamped = []  # the records, as the WAL has them
@@ -525,10 +594,21 @@ class Killed(Steps):
             file.write(saved(self.known, len(self.lines)))
 
 
+class OftenDeleted(AnyTopic):
+    """Topics of which each record with an even seq is deleted as soon as it is there."""
+
+    def has_deleted(self, routing_key, seq, is_exact=True, is_same=True):
+        return is_exact and not seq % 2
+
+
 @pytest.mark.parametrize("trials", [80, pytest.param(300, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("limits", [{}, {"count": 12}, {"age": 6}], ids=["roomy", "few ids and runs", "young ids"])
+@pytest.mark.parametrize(
+    ("limits", "topics"),
+    [({}, ANY_TOPIC), ({"count": 12}, ANY_TOPIC), ({"age": 6}, ANY_TOPIC), ({}, OftenDeleted())],
+    ids=["roomy", "few ids and runs", "young ids", "every other record deleted"],
+)
 def test_a_framer_killed_at_any_commit_gives_the_same_answers_and_stores_the_same(
-    tmp_path, limits, trials, monkeypatch
+    tmp_path, limits, topics, trials, monkeypatch
 ):
     monkeypatch.setattr(dedupe, "_RUNS", 16)
     rng, kills, kinds = random.Random(9), 0, set()
@@ -536,8 +616,8 @@ def test_a_framer_killed_at_any_commit_gives_the_same_answers_and_stores_the_sam
         data = tmp_path / str(n)
         data.mkdir()
         parts, _ = random_traffic(rng, count=60)
-        undisturbed = Steps(table(**limits))
-        killed = Killed(lambda: table(**limits), randomly(rng), lambda: not rng.randrange(4), str(data))
+        undisturbed = Steps(table(**limits), topics=topics)
+        killed = Killed(lambda: table(**limits), randomly(rng), lambda: not rng.randrange(4), str(data), topics)
         texts = [(steps, steps.way.text(*parts)) for steps in (undisturbed, killed)]
         at = 0
         while at < max(len(text) for _, text in texts):
@@ -617,6 +697,13 @@ def test_the_first_version_of_the_file_is_read(data):
     assert [me.print_of(id) for id in (9, 10, 11)] == [0, 3, 4]
 
 
+def test_an_id_of_a_window_may_hold_any_byte_that_a_line_may(data):
+    known, again = filled(), table(count=50)
+    known.window.add(b"s", b"a\rb\x0b\x1c\x85", 240, 1_700_000_000)
+    write(data, saved(known, 240))
+    assert again.load(data, 240) == 240 and state(again) == state(known)
+
+
 def test_a_version_that_is_not_known_is_passed_over_whole(data):
     write(data, saved(filled(), 7).replace(b"|2\n", b"|3\n", 1))
     with pytest.raises(ValueError, match=r"^format 3 is not known here$"):
@@ -686,7 +773,7 @@ def test_no_id_of_a_window_is_copied_between_two_batches_of_lines(data):
     saver.take(5000, NOW)
     saver.framed(1, 5001, 4999, NOW)
     assert saver.pending and not known.window.ids.looked_at
-    wait_until(lambda: saver.finish(5000))
+    until(lambda: saver.finish(5000))
     again = table(count=5000)
     assert again.load(data, 5000) == 5000 and again.window.ids == known.window.ids
 
@@ -774,13 +861,6 @@ def test_a_file_that_speaks_of_more_than_there_is_is_passed_over_whole(data):
     assert state(again) == NOTHING
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def seq_on_disk(data):
     return dedupe_file.checkpoint_seq(data)
 
@@ -792,7 +872,7 @@ def test_a_checkpoint_waits_until_all_that_it_speaks_of_is_synced(data):
         saver.framed(1, 250, synced, NOW)
         assert saver.pending and not saver.finish(synced) and not saver.busy
     saver.framed(1, 250, 240, NOW)
-    wait_until(lambda: saver.finish(240))
+    until(lambda: saver.finish(240))
     assert seq_on_disk(data) == 240 and table().load(data, 240) == 240
 
 
@@ -803,7 +883,7 @@ def test_a_checkpoint_is_taken_every_so_many_bytes(data, make, times):
     assert not saver.pending
     saver.framed(1, 251, 0, NOW)
     assert saver.pending
-    wait_until(lambda: saver.finish(250))
+    until(lambda: saver.finish(250))
     assert seq_on_disk(data) == 250
     saver.framed(most - 1, 260, 260, NOW)
     assert not saver.pending
@@ -832,7 +912,7 @@ def test_idle_producers_are_forgotten_some_at_a_time():
 def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
     saver = DedupeSaver(data, filled())
     saver.take(240, NOW)
-    wait_until(lambda: saver.finish(240))
+    until(lambda: saver.finish(240))
 
     def full(path, *content):
         with open(f"{path}.new", "wb") as file:
@@ -842,12 +922,12 @@ def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(dedupe, "replace_file", full)
         saver.take(250, NOW)
-        wait_until(lambda: saver.finish(250))
+        until(lambda: saver.finish(250))
     assert seq_on_disk(data) == 240
     with pytest.raises(FileNotFoundError):
         open(f"{dedupe_file.path(data)}.new", "rb")
     saver.take(260, NOW)
-    wait_until(lambda: saver.finish(260))
+    until(lambda: saver.finish(260))
     assert seq_on_disk(data) == 260
 
 
@@ -864,14 +944,14 @@ def test_a_checkpoint_that_is_owed_comes_though_nobody_writes(data, monkeypatch,
         with monkeypatch.context() as patch:
             patch.setattr(dedupe, "replace_file", full)
             saver.take(250, NOW)
-            wait_until(lambda: saver.finish(250))
+            until(lambda: saver.finish(250))
     saver.framed(0, 251, 250, NOW)
     assert not saver.pending and not seq_on_disk(data), "not at once"
     now = time.monotonic() + 10.1
     monkeypatch.setattr(dedupe.time, "monotonic", lambda: now)
     saver.framed(0, 251, 250, NOW)
     monkeypatch.undo()
-    wait_until(lambda: saver.finish(250))
+    until(lambda: saver.finish(250))
     assert seq_on_disk(data) == 250
 
 
@@ -883,7 +963,7 @@ def test_a_disk_that_fails_ends_the_framer(data, monkeypatch):
     saver = DedupeSaver(data, filled())
     saver.take(240, NOW)
     with pytest.raises(RetryError, match=r"producers\.ckpt: cannot be written"):
-        wait_until(lambda: saver.finish(240))
+        until(lambda: saver.finish(240))
 
 
 def largest_table():

@@ -9,14 +9,15 @@ from base64 import b64decode
 import pytest
 from fifo_reading import read_all
 from framing_steps import Steps, table
-from received_ends import Way, new_row
+from received_ends import Way
+from stats_rows import row_of
 
 from kmq.config.intakes import IntakePort, is_among, parse_intakes, parse_sources
 from kmq.gateway.http import messages
-from kmq.ingress import intakes, producers
+from kmq.ingress import intakes, receiving
 from kmq.ingress.connection import Connection
 from kmq.ingress.intakes import RawPort
-from kmq.ingress.producers import Intake
+from kmq.ingress.receiving import Intake
 from kmq.links.fifo import open_fifo
 from kmq.links.received import Handover
 from kmq.message import record
@@ -53,7 +54,7 @@ class Shipper:
     def __init__(self, directory, topic="app", is_json=False, max_line=MAX):
         self.raw_fd, self.way = open_fifo(str(directory), "raw"), Way(1 << 20)
         self.handover = Handover(self.raw_fd, self.way.writer)
-        self.intake = Intake(self.handover, max_line, new_row(), hello_required=b"unauthorized")
+        self.intake = Intake(self.handover, max_line, row_of("ingress"), hello_required=b"unauthorized")
         self.steps = Steps(table(), max_line=max_line, way=self.way)
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
@@ -269,7 +270,7 @@ def test_lines_that_are_no_json_are_handed_over_together(ship, monkeypatch):
     for _ in range(2):
         shipper.send(b"\n" * 4000 + b"{}\n" * 50)
     assert len(shipper.messages) == 8100 and shipper.intake.refused == 8000
-    assert len(pieces) <= 8 and max(pieces) <= MAX + producers._PIECE_BYTES
+    assert len(pieces) <= 8 and max(pieces) <= MAX + receiving._PIECE_BYTES
 
 
 def test_json_is_looked_at_only_where_it_is_wanted(shipper, monkeypatch):
@@ -290,7 +291,7 @@ def test_a_flood_of_newlines_in_datagrams_takes_little_memory_and_loses_none():
             sent += theirs.send(b"\n" * 10_000)
             if sent % 100_000 == 0:
                 while lines := b"".join(intakes.read_datagrams(raw, (), lambda _: None)[0]):
-                    made = sum(len(part) for piece in intakes.wrapped(raw, [lines], 1 << 21) for part in piece)
+                    made = sum(len(part) for piece in intakes.messages(raw, [lines], 1 << 21) for part in piece)
                     assert made <= 6 << 20
                     taken += len(lines)
         assert taken == sent - intakes.dropped(raw) * 10_000
@@ -332,3 +333,101 @@ def test_entries_name_port_kind_and_topic():
         (6514, "tls", "a.b", True),
     )
     assert " ".join(map(str, parse_intakes(text))) == "5140=app 5142/udp=net 6514/tls=a.b:json"
+
+
+# --- frames that are no lines ------------------------------------------------------------------------------------------
+
+SYSLOG = [
+    b"<34>1 2026-11-29T00:00:00Z host app - - - one",
+    b"<13>two |!| \xff",
+    b"<11>Traceback\n  in a\n  in b",
+    b"<9>four",
+]
+
+
+def counted(frames):
+    return b"".join(b"%d %b" % (len(frame), frame) for frame in frames)
+
+
+@pytest.mark.parametrize("step", [1, 7, 60, 1 << 16])
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (counted(SYSLOG), SYSLOG),
+        (counted(frame + b"\n" for frame in SYSLOG), SYSLOG),
+        (b"\n".join(map(counted, ([frame] for frame in SYSLOG))), SYSLOG),
+        (counted(SYSLOG[:1]) + b"no count\n" + counted(SYSLOG[1:]), [SYSLOG[0], b"no count", *SYSLOG[1:]]),
+        (b"".join(frame + b"\0" for frame in SYSLOG), SYSLOG),
+        (b'{"version":"1.1"}\0{"a":\n1}\0{}\0', [b'{"version":"1.1"}', b'{"a":\n1}', b"{}"]),
+        (b"plain\0text\0", [b"plain", b"text"]),
+        (b"only one\0", [b"only one"]),
+        (b"12 lines\n<13>c\n", [b"12 lines", b"<13>c"]),
+    ],
+    ids=[
+        "count",
+        "count, newline",
+        "count, newline after",
+        "no count",
+        "NUL",
+        "GELF",
+        "plain",
+        "one",
+        "digits",
+    ],
+)
+def test_frames_are_read_by_the_first_bytes_of_a_connection_however_they_are_cut(shipper, data, expected, step):
+    for at in range(0, len(data), step):
+        shipper.send(data[at : at + step])
+    shipper.end()
+    assert [(key, payload) for key, _, payload in shipper.messages] == [(b"app", frame) for frame in expected]
+    assert shipper.raw.lines == len(expected)
+
+
+def test_lines_of_syslog_may_have_a_nul(shipper):
+    shipper.send(b"<13>a\0b\n<13>c\n")
+    assert [payload for _, _, payload in shipper.messages] == [b"<13>a\0b", b"<13>c"]
+
+
+def test_the_first_message_that_ends_in_nul_is_there_at_once(shipper):
+    for number in range(1, 4):
+        shipper.send(b"<13>%d\0" % number)
+        assert [payload for _, _, payload in shipper.messages] == [b"<13>%d" % each for each in range(1, number + 1)]
+    assert shipper.intake.partial_bytes == 0 and not shipper.connection.is_unfinished
+
+
+@pytest.mark.parametrize("over", [1, 40 * MAX])
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_frame_over_the_limit_leaves_its_first_bytes_and_the_next_one_is_whole(shipper, is_counted, over):
+    limit = MAX - len(b"app|||")
+    frames = [b"<1>before", b"<2>" + b"x" * (limit - 3 + over), b"<3>" + b"y" * (limit - 3), b"<4>after"]
+    shipper.send(counted(frames) if is_counted else b"".join(frame + b"\0" for frame in frames))
+    shipper.end()
+    first, (key, id, payload), *rest = shipper.messages
+    assert first[2] == frames[0] and [each[2] for each in rest] == frames[2:]
+    assert key == b"dead.malformed" and b";reason=too_long;len=%d" % (limit + over) in id
+    assert frames[1].startswith(payload) and len(payload) > limit // 2
+
+
+def test_a_frame_that_is_cut_at_the_end_is_a_dead_letter(shipper):
+    shipper.send(b"7 <1>abcd9 <2>ab")
+    shipper.end()
+    assert [(key, payload) for key, _, payload in shipper.messages] == [
+        (b"app", b"<1>abcd"),
+        (b"dead.malformed", b"<2>ab"),
+    ]
+
+
+def test_at_an_intake_of_json_a_frame_is_one_value(ship):
+    shipper = ship("app", is_json=True)
+    shipper.send(b'{"a":1}\0{"b":\n2}\0{no\njson}\0{}\0')
+    assert [(key, payload) for key, _, payload in shipper.messages] == [
+        (b"app", b'{"a":1}'),
+        (b"app", b'{"b":\n2}'),
+        (b"dead.malformed", b"{no\njson}"),
+        (b"app", b"{}"),
+    ]
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\0", b"\n\0", b"\0\n", b"\0\0"])
+def test_what_ends_a_datagram_is_no_payload(end):
+    assert intakes.trimmed(b"<13>a\0b\r" + end) == b"<13>a\0b\r"

@@ -4,9 +4,10 @@ import asyncio
 import errno
 import os
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from compacting import compact, install, lay_out
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room
 
@@ -56,9 +57,8 @@ def made(data, lines, limits=None, wal_limits=None):
 
 def random_lines(seed, count=900, keys=30):
     rng = random.Random(seed)
-    names = (
-        [b"k%d" % n for n in range(keys)] + [b"L" * 40 + b"%d" % n for n in range(3)] + [b"", b"%00%7C%2E", b"a.@.b"]
-    )
+    names = [b"k%d" % n for n in range(keys)] + [b"L" * 40 + b"%d" % n for n in range(3)]
+    names += [b"", b"%00%7C%2E", b"a.@.b", b"\xff", b"\xfe", b"%FF"]
     lines = []
     for n in range(count):
         key = rng.choice(names)
@@ -156,6 +156,22 @@ def test_a_tombstone_goes_only_when_it_is_old_and_the_last_of_its_key_and_of_the
     assert gone == expected(lonely, horizon) and 100 < len(gone) < 200
 
 
+def test_a_key_is_the_same_with_and_without_a_mark(tmp_path):
+    head = [b".first|0|0|x", b".eu|0|1|old", b".@.eu|0|2|new", b".@0.eu|0|3|newer", b".@|0|4|no key", b".@|0|5|none"]
+    head += [b".@.|0|6|empty key", b".@.|0|7|empty key again", b".|0|8|no key", b".|0|9|nor here", b".gone|0|10|x"]
+    head += [b".@.gone|0|11|", b".is|0|12|", b".@.is|0|13;enc=b64|"]
+    lines = [b"__t%b" % line for line in head] + [b"__t.k%d|0|%d|v" % (n, n) for n in range(200)]
+    data = made(str(tmp_path / "d"), lines)
+    for horizon in (NEVER, Horizon(FIRST_TS + 10**9, 10**6)):
+        assert [offset for part in planned(data, horizon) for offset in part.offsets] == [1, 2, 6, 10, 12]
+
+
+def test_a_clock_that_is_far_ahead_makes_no_tombstone_old(data):
+    last_s = max(float(line.split(b"|", 2)[1]) for line in records(data).values())
+    clock = passes.clock(data, 1e10, 60.0)
+    assert clock.now_s == 1e10 and clock.trusted_s == pytest.approx(last_s + 60.0, abs=0.01)
+
+
 def test_an_empty_value_is_no_tombstone(tmp_path):
     data = made(str(tmp_path / "d"), [b"__t.@.k%d|0|%d;enc=b64|" % (n, n) for n in range(300)])
     assert planned(data, Horizon(FIRST_TS + 10**9, 10**6)) == []
@@ -168,41 +184,23 @@ def test_a_topic_without_sealed_segments_has_nothing_to_go(tmp_path):
 # --- the compactor ------------------------------------------------------------------------------------------------------
 
 
-def compact(data, min_dirty=0.01, log=None):
-    """Lay out what is worth it, whether a pass is due or not."""
-    if os.path.exists(f"{compaction.outbox(data)}/.passes"):
-        os.unlink(f"{compaction.outbox(data)}/.passes")
-    return Compactor(data, log or FakeLogger(), Throttle(0, cpu_share=1000), install_s=0).run(min_dirty=min_dirty)
-
-
-def compacted(data):
-    """Lay out what is worth it, and let the router install it."""
-    count = compact(data)
-    compaction.settle(data)
-    return count
-
-
 def test_a_compacted_topic_has_the_latest_of_each_key_at_its_offset_and_no_damage(data):
     before, gone = records(data), set(expected(data))
-    assert compacted(data) > 3
+    assert compact(data) > 3
     assert records(data) == {offset: line for offset, line in before.items() if offset not in gone}
-    assert compacted(data) == 0
+    assert compact(data) == 0
     assert list(verify.Verifier(data, is_live=False).findings()) == []
 
 
 def test_a_segment_is_rewritten_only_if_it_is_worth_it(data):
-    assert compact(data, min_dirty=1.0) == 0
-    assert compact(data, min_dirty=0.5) > 3
+    assert lay_out(data, min_dirty=1.0) == 0
+    assert lay_out(data, min_dirty=0.5) > 3
 
 
 def test_nothing_is_planned_while_segments_wait_to_be_installed(data):
-    assert compact(data) > 3 and compact(data) == 0
-
-
-def test_two_compactors_exclude_one_another(data, monkeypatch):
-    monkeypatch.setattr("kmq.links.ownership.OWNER_WAIT_S", 0.01)
-    with compaction.compactor(data), pytest.raises(BusyError):
-        compact(data)
+    assert lay_out(data) > 3
+    with pytest.raises(BusyError, match="has not installed"):
+        lay_out(data)
 
 
 class Killed(BaseException):
@@ -227,11 +225,11 @@ def test_a_kill_at_any_call_of_the_compactor_loses_nothing_and_the_next_run_does
     with monkeypatch.context() as patch, pytest.raises((Killed, OSError)):
         for name in ("mkdir", "rename", "fsync", "rmdir", "unlink"):
             patch.setattr(os, name, counted(getattr(os, name)))
-        compact(data)
+        lay_out(data)
     assert records(data) == before
-    compaction.settle(data)
+    install(data)
     assert records(data).items() <= before.items()
-    compacted(data)
+    compact(data)
     assert records(data) == {offset: line for offset, line in before.items() if offset not in gone}
     assert list(verify.Verifier(data, is_live=False).findings()) == []
 
@@ -256,7 +254,7 @@ def is_due(data, clock=CLOCK, **changes):
 
 def test_a_pass_is_due_again_when_as_much_was_sealed_as_the_last_one_kept(data):
     assert passes.due(data, [table(data)], CLOCK) == [(table(data), 0)]
-    compacted(data)
+    compact(data)
     done = passes.read(data)[TOPIC, 0]
     assert done.end == sealed(data)[-1].end and 0 < done.kept <= sum(map(len, records(data).values()))
     assert passes.due(data, [table(data)], CLOCK) == []
@@ -268,15 +266,15 @@ def test_a_pass_is_due_again_when_as_much_was_sealed_as_the_last_one_kept(data):
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"no|pass\n", b"__t|0|1|2|3|4|5\n"])
 def test_a_damaged_list_of_passes_only_means_that_everything_is_compared_again(data, content):
-    compacted(data)
+    compact(data)
     with open(f"{compaction.outbox(data)}/.passes", "wb") as file:
         file.write(content)
     assert passes.due(data, [table(data)], CLOCK) != []
-    assert compacted(data) == 0 and passes.read(data)[TOPIC, 0].end == sealed(data)[-1].end
+    assert compact(data) == 0 and passes.read(data)[TOPIC, 0].end == sealed(data)[-1].end
 
 
 def test_a_pass_is_due_when_a_tombstone_may_go_but_once_in_its_time_only(data):
-    compacted(data)
+    compact(data)
     left = {"young": Tombstone(10**15, 50), "at": 10**9}
     on_time = Clock(10**9 + DAY_S, 10**9 + DAY_S + 1, 51)
     assert is_due(data, on_time, **left)
@@ -293,7 +291,7 @@ def test_a_tombstone_goes_after_the_delete_retention_of_its_topic(tmp_path, kept
     for _, path in segment.listing(f"{data}/append")[:-1]:
         os.unlink(path)  # as retention does
     assert reader.first_seq(data) > 300
-    assert (compacted(data) > 0) == goes
+    assert (compact(data) > 0) == goes
     assert (sum(key_of(line) != b"" for line in records(data).values()) < 150) == goes
     assert (passes.read(data)[TOPIC, 0].young is None) == goes
 
@@ -301,31 +299,23 @@ def test_a_tombstone_goes_after_the_delete_retention_of_its_topic(tmp_path, kept
 # --- beside others ------------------------------------------------------------------------------------------------------
 
 
-def test_a_compactor_in_the_background_gives_way_to_another_one(data):
-    given_back, done = threading.Event(), threading.Event()
-
-    def other():
+def test_one_compactor_is_at_work_and_one_that_is_to_compact_now_waits_for_it(data):
+    compactor = Compactor(data, FakeLogger(), Throttle(0), install_s=0)
+    with ThreadPoolExecutor() as pool:
         with compaction.compactor(data):
-            pass
-        given_back.set()
-
-    def has_room(nbytes):  # in the middle of the work
-        threading.Thread(target=other, daemon=True).start()
-        while not compaction.is_wanted(data):
-            assert not done.wait(0.001)
-        return True
-
-    with pytest.raises(BusyError):
-        Compactor(data, FakeLogger(), Throttle(0), has_room, install_s=30).run()
-    assert given_back.wait(60) and passes.read(data) == {}
-    compaction.settle(data)
-    assert compacted(data) > 0
+            assert compaction.is_at_work(data)
+            with pytest.raises(BusyError, match="compaction is held by pid="):
+                compactor.run()
+            waiting = pool.submit(lay_out, data)
+            assert not waiting.done()
+        assert waiting.result(60) > 3
+    assert not compaction.is_at_work(data)
 
 
 def test_without_room_for_a_copy_nothing_is_laid_out_and_the_pass_is_not_over(data):
     log = FakeLogger()
     compactor = Compactor(data, log, Throttle(0), lambda nbytes: False, install_s=0)
-    assert compactor.run(min_dirty=0.01) == 0 and compactor.has_failed
+    assert compactor.run(min_dirty=0.01) == 0 and compactor.failures
     assert "no room" in str(log.of("not_compacted")[0]["reason"]) and passes.read(data) == {}
 
 
@@ -341,7 +331,7 @@ def test_a_topic_that_was_deleted_and_came_back_meanwhile_is_left_alone(data):
     assert table(data).from_seq == 1
     compactor = Compactor(data, log, Throttle(0), has_room, install_s=0)
     assert compactor.run(min_dirty=0.01) == 0 and len(compaction.waiting(data)) == 1 and passes.read(data) == {}
-    assert not compactor.has_failed and not log.of("not_compacted")
+    assert not compactor.failures and not log.of("not_compacted")
 
 
 def test_a_compactor_stops_when_the_router_does_not_install(data):
@@ -385,11 +375,11 @@ class Sink:
 def test_a_consumer_gets_every_record_though_its_segment_is_swapped_just_then(data, monkeypatch):
     gone = set(expected(data))
     kept = {offset: line for offset, line in records(data).items() if offset not in gone}
-    assert compact(data) > 3  # laid out: the first read meets the swap
+    assert lay_out(data) > 3  # laid out: the first read meets the swap
     take = Range.take
 
     def swapped(asked):
-        compaction.settle(data)
+        install(data)
         return take(asked)
 
     monkeypatch.setattr(Range, "take", swapped)

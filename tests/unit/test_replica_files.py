@@ -174,3 +174,10 @@ def test_a_role_page_has_room_for_all_ports_of_a_leader():
     finally:
         remove(instance)
     assert decode_note(encode_note(Note("a", "5c1f"))) == Note("a", "5c1f")
+
+
+def test_a_note_says_since_when_and_whom_it_follows_and_an_older_one_does_not():
+    note = Note("a", "5c1f", follows=0, at=1795276288.49)
+    assert decode_note(encode_note(note)) == note
+    older = decode_note(b"broker=a start=5c1f epoch=8 end=7 level=1")
+    assert (older.follows, older.at) == (None, None)

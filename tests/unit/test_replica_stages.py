@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
 import pytest
 from fake_logger import FakeLogger
 from made_data import write_data
+from waiting import until
 
 from kmq.broker.stats import StatsPage
 from kmq.config.settings import load
@@ -81,10 +81,9 @@ def test_an_epoch_begins_with_its_record_although_who_made_the_ring_was_killed_b
     more |= {"KMQ_DATA": settings.data, "KMQ_PIPES": settings.pipes}
     framer = subprocess.Popen([sys.executable, "-m", "stages.framer"], env=os.environ | more)
     try:
-        ring, until = RingObserver.find(instance, "framed", begun.ring), time.monotonic() + 100
+        ring = RingObserver.find(instance, "framed", begun.ring)
         os.write(begun.raw, b"t|0||before it\n")
-        while ring.committed().next_seq < 6 and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: ring.committed().next_seq >= 6, "both records in the ring", process=framer)
         (_, first), (_, second) = ring.take()
         assert decode_epoch(bytes(first.data)).epoch == 7 and b"before it" in bytes(second.data)
     finally:

@@ -10,6 +10,7 @@ import threading
 import pytest
 from log_server import up
 from made_data import write_data
+from waiting import until_async
 
 from kmq.broker.stats import STATES, Incidents, Strangers
 from kmq.gateway.core import partitions
@@ -105,8 +106,7 @@ def run(tmp_path):
                 groups = Groups(broker.settings, store, service.partitions, log)
                 await store.load()
                 running = asyncio.create_task(groups.run())
-                while not groups.is_ready:
-                    await asyncio.sleep(0.01)
+                await until_async(lambda: groups.is_ready)
                 lines = Lines(service, groups)
                 [door] = listening("127.0.0.1", 0)
                 doors = Doors(broker.settings, strangers)
@@ -148,15 +148,14 @@ def test_a_client_that_goes_while_its_batch_is_read_leaves_no_file_open(run, mon
         monkeypatch.setattr(partitions.Partition, "batch", slow)
         await client.ask("ASSIGN t/0@0", "!fetch 2000000")
         assert await client.line() == "!assign 0 t/0@0"
-        while not has_begun.is_set():
-            await asyncio.sleep(0.01)
+        await until_async(has_begun.is_set)
         assert len(opened()) > before
         client.reset()
-        while any("Connection._run" in repr(task) for task in asyncio.all_tasks()):  # the session is not over
-            await asyncio.sleep(0.01)
+        await until_async(
+            lambda: not any("Connection._run" in repr(task) for task in asyncio.all_tasks()), "the end of the session"
+        )
         may_go_on.set()
-        while len(opened()) > before:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: len(opened()) <= before)
 
     run(work)
 

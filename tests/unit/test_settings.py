@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from brokers import environment
 
 from kmq.config import settings, values
 from kmq.config.values import KIB, MIB
@@ -125,8 +126,8 @@ def test_a_port_with_a_number_is_a_setting_also_beside_service_links(tmp_path):
 def test_a_stage_says_in_one_log_line_which_service_links_it_passed_over(tmp_path):
     code = "from kmq.config import settings; from kmq.broker import stage; stage.Stage.__init__.__globals__['open_page'] = None; "
     code += "stage.Stage('ingress', settings.load())"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
-    done = subprocess.run([sys.executable, "-c", code], env=kept | LINKS, cwd=tmp_path, capture_output=True, text=True)
+    env = environment(**LINKS)
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
     said = [line for line in done.stderr.splitlines() if "event=" in line]
     assert len(said) == 1 and "event=service_links_ignored" in said[0]
     assert f"names={','.join(sorted(LINKS))}" in said[0]
@@ -135,8 +136,7 @@ def test_a_stage_says_in_one_log_line_which_service_links_it_passed_over(tmp_pat
 def test_a_stage_says_which_settings_of_an_earlier_kmq_it_ignores(tmp_path):
     code = "from kmq.config import settings; from kmq.broker import stage; stage.open_page = None; "
     code += "stage.Stage('ingress', settings.load())"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
-    given = kept | {"SLEEP_SHORT": "0.01"}
+    given = environment(SLEEP_SHORT=0.01)
     done = subprocess.run([sys.executable, "-c", code], env=given, cwd=tmp_path, capture_output=True, text=True)
     said = [line for line in done.stderr.splitlines() if "event=" in line]
     assert len(said) == 1 and "level=warn" in said[0] and "names=SLEEP_SHORT" in said[0]

@@ -1,5 +1,6 @@
 """The files that `kmq ship` follows, without a broker: what would take many files, or half a minute, with one."""
 
+import errno
 import glob
 import os
 import threading
@@ -8,19 +9,10 @@ from zlib import crc32
 
 import pytest
 
-from kmq.cli import ship_files
-from kmq.cli.ship import Shipment, _begin, _plan, _save, _settle
-from kmq.cli.ship_files import (
-    LINGER_S,
-    FollowedFiles,
-    ShipState,
-    forget_ended,
-    has_ended,
-    load_state,
-    look,
-    make_ready,
-    save_state,
-)
+from kmq.shipping import files, finding, process
+from kmq.shipping.finding import LINGER_S, FollowedFiles, forget_ended, has_ended, hold, look, make_ready
+from kmq.shipping.process import Shipment, _begin, _plan, _save, _settle
+from kmq.shipping.state import ShipState, load_state, save_state
 
 LONGEST = 1000
 
@@ -47,12 +39,12 @@ def drain(watched, is_final=False):
                 found += [(os.path.basename(file.path), line) for line in block.lines]
                 file.take_back(len(block.lines))
                 more = True
-            assert sum(each.fd >= 0 for each in watched.files) <= ship_files.MOST_OPEN
+            assert sum(each.fd >= 0 for each in watched.files) <= finding.MOST_OPEN
     return found
 
 
 def test_many_files_are_followed_with_few_descriptors(watched, tmp_path, monkeypatch):
-    monkeypatch.setattr(ship_files, "MOST_OPEN", 3)
+    monkeypatch.setattr(finding, "MOST_OPEN", 3)
     names = [f"{number}.log" for number in range(10)]
     for turn in (b"1\n", b"2\n"):
         for name in names:
@@ -85,6 +77,9 @@ def test_a_renamed_file_that_ends_without_a_newline_is_sent_whole_in_the_end(wat
     with (tmp_path / "a.log.1").open("ab") as file:
         file.write(b" and more\n")  # of a writer that was only slow
     assert drain(watched) == [("a.log", b" and more")]
+    forget_ended(watched, 0.0)
+    assert len(watched.files) == 1  # as long as it is there, somebody may write to it
+    (tmp_path / "a.log.1").unlink()
     forget_ended(watched, 0.0)
     assert watched.files == [] and watched.said == []
 
@@ -151,7 +146,7 @@ def test_a_file_that_patterns_leave_out_is_known_after_its_device_got_another_nu
 
 def shipment(watched, tmp_path):
     made = FollowedFiles([f"{tmp_path}/logs/*"], set(), watched.report, watched.files)
-    return Shipment(f"{tmp_path}/state", "", "app", 1, made, False, threading.Event(), None)
+    return Shipment(f"{tmp_path}/state", "", "app", 1, made, False, threading.Event(), None, None)
 
 
 def test_lines_of_a_renamed_file_are_settled_in_the_order_in_which_they_were_sent(watched, tmp_path):
@@ -198,7 +193,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_read_from_its_start(watched,
 
     def cut_off(fd, count, offset):
         data = pread(fd, count, offset)
-        if count == ship_files._BLOCK and data == b"old 1\nold 2\n":
+        if count == files._BLOCK and data == b"old 1\nold 2\n":
             path.write_bytes(b"old 1\nnew 2\nnew 3\n")
         return data
 
@@ -255,7 +250,7 @@ def test_a_file_that_does_not_change_is_not_opened_again(watched, tmp_path):
 
 
 def test_a_long_line_that_was_cut_off_does_not_hide_the_lines_that_come_instead(watched, tmp_path, monkeypatch):
-    monkeypatch.setattr(ship_files, "_BLOCK", 4096)
+    monkeypatch.setattr(files, "_BLOCK", 4096)
     log = tmp_path / "a.log"
     log.write_bytes(b"h\n" + b"x" * 50_000)
     assert drain(watched) == [("a.log", b"h")]
@@ -267,8 +262,8 @@ def test_a_long_line_that_was_cut_off_does_not_hide_the_lines_that_come_instead(
 
 
 def test_the_end_of_a_long_line_is_looked_for_once(watched, tmp_path, monkeypatch):
-    monkeypatch.setattr(ship_files, "_BLOCK", 4096)
-    monkeypatch.setattr(ship_files, "_SCAN_BLOCKS", 2)
+    monkeypatch.setattr(files, "_BLOCK", 4096)
+    monkeypatch.setattr(files, "_SCAN_BLOCKS", 2)
     with (tmp_path / "a.log").open("ab", buffering=0) as log:
         log.write(b"x" * 50_000)
         look(watched)
@@ -288,19 +283,20 @@ def test_the_end_of_a_long_line_is_looked_for_once(watched, tmp_path, monkeypatc
 def test_a_long_line_without_a_newline_at_the_end_of_a_renamed_file_is_sent_and_the_file_let_go(
     watched, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(ship_files, "_BLOCK", 4096)
+    monkeypatch.setattr(files, "_BLOCK", 4096)
     (tmp_path / "a.log").write_bytes(b"one\n" + b"x" * 50_000)
     assert drain(watched) == [("a.log", b"one")]
     (tmp_path / "a.log").rename(tmp_path / "a.log.1")
     assert drain(watched) == []
     assert drain(watched, is_final=True) == [("a.log", b"x" * LONGEST)]
+    (tmp_path / "a.log.1").unlink()
     forget_ended(watched, 0.0)
     assert watched.files == [] and watched.said == []
 
 
 def test_a_block_is_larger_than_others_only_for_one_line_that_is(watched, tmp_path):
     """As with a KMQ_MAX_LINE of many MiB, which is no reason to hold so much of short lines."""
-    block = ship_files._BLOCK
+    block = files._BLOCK
     lines = [*[b"x" * 1000] * 3000, b"y" * 3 * block, b"z"]
     (tmp_path / "a.log").write_bytes(b"\n".join([*lines, b""]))
     look(watched)
@@ -352,7 +348,7 @@ def test_a_pattern_that_is_a_path_is_that_path_and_one_without_files_is_named_on
 
 
 def test_more_files_than_may_be_followed_are_named(watched, tmp_path, monkeypatch):
-    monkeypatch.setattr(ship_files, "MOST_FILES", 2)
+    monkeypatch.setattr(finding, "MOST_FILES", 2)
     for name in "abc":
         (tmp_path / f"{name}.log").write_bytes(b"1\n")
     assert len(drain(watched)) == 2
@@ -374,3 +370,105 @@ def test_a_state_keeps_names_of_every_kind(watched, tmp_path):
         [(f.path, f.device, f.inode, f.offset, f.end, f.lines, f.mark) for f in each.files] for each in (state, again)
     ]
     assert rows[0] == rows[1] and len(rows[0]) == len(names)
+
+
+# --- held and let go ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_to_a_renamed_file_after_a_long_silence_is_read(watched, tmp_path):
+    with (tmp_path / "a.log").open("ab", buffering=0) as log:
+        log.write(b"1\n")
+        assert drain(watched) == [("a.log", b"1")]
+        (tmp_path / "a.log").rename(tmp_path / "a.log.1")
+        (tmp_path / "a.log").write_bytes(b"2\n")
+        assert drain(watched) == [("a.log", b"2")]
+        forget_ended(watched, 0.0)
+        log.write(b"3\n")
+        (tmp_path / "a.log.1").rename(tmp_path / "a.log.2")
+        assert drain(watched) == [("a.log", b"3")]
+        for file in watched.files:  # as for want of descriptors
+            file.close()
+        log.write(b"4\n")
+        (tmp_path / "a.log.2").rename(tmp_path / "a.log.3")
+        assert drain(watched) == [("a.log", b"4")]
+    assert watched.said == []
+
+
+def test_a_deleted_file_is_held_as_long_as_its_writer_has_it(watched, tmp_path):
+    with (tmp_path / "a.log").open("ab", buffering=0) as log:
+        log.write(b"1\n")
+        assert drain(watched) == [("a.log", b"1")]
+        (tmp_path / "a.log").unlink()
+        assert drain(watched) == []
+        forget_ended(watched, 0.0)
+        log.write(b"2\n")
+        assert drain(watched) == [("a.log", b"2")]
+    forget_ended(watched, 0.0)
+    assert watched.files == [] and watched.lost == 0
+
+
+def test_descriptors_are_few_while_nothing_is_sent_and_what_is_lost_for_want_of_them_is_named(
+    watched, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(finding, "MOST_OPEN", 3)
+    (tmp_path / "other").touch()  # an empty directory may be the place of a volume
+    for number in range(6):
+        (tmp_path / f"{number}.log").write_bytes(b"12\n")
+    for _ in range(2):
+        look(watched)
+        forget_ended(watched)
+        hold(watched)
+        assert sum(file.fd >= 0 for file in watched.files) == 3
+    for number in range(6):
+        (tmp_path / f"{number}.log").unlink()
+    assert len(drain(watched)) == 3
+    assert watched.lost == 9
+    assert sum("is gone: 3 bytes after byte 0 are lost" in said for said in watched.said) == 3
+
+
+def test_a_writer_of_a_deleted_file_that_is_let_go_for_another_is_named(watched, tmp_path, monkeypatch):
+    monkeypatch.setattr(finding, "MOST_OPEN", 1)
+    with (tmp_path / "a.log").open("ab", buffering=0) as log:
+        log.write(b"1\n")
+        assert drain(watched) == [("a.log", b"1")]
+        (tmp_path / "a.log").unlink()
+        assert drain(watched) == []
+        (tmp_path / "b.log").write_bytes(b"2\n")
+        assert drain(watched) == [("b.log", b"2")]
+    assert watched.let_go == 1 and "is let go for another file" in watched.said[0]
+
+
+def test_a_state_of_the_release_before_goes_on_and_is_written_anew(watched, tmp_path):
+    path, state = tmp_path / "a.log", tmp_path / "state"
+    path.write_bytes(b"1\n2\n3\n")
+    found = os.stat(path)
+    head = b"kmq-ship 1 name=ship-aa topic=t next=3\n"
+    mark = crc32(b"1\n2\n" * 2)
+    row = b"offset=4 end=4 lines=0 mark=%08x file=%x:%x: path=%b\n"
+    row %= mark, found.st_dev, found.st_ino, os.fsencode(path)
+    state.write_bytes(head + row + b"crc32=%08x\n" % crc32(head + row))
+    save_state(str(state), load_state(str(state)))
+    assert state.read_bytes().startswith(b"kmq-ship 2 ")
+    watched.files[:] = load_state(str(state)).files
+    path.rename(tmp_path / "a.old")
+    assert drain(watched) == [("a.log", b"3")]
+
+
+def test_a_full_disk_under_the_state_is_waited_for_while_files_are_looked_at(watched, tmp_path, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    work = shipment(watched, tmp_path)
+    _begin(work, from_start=True)
+    full = [True, True]
+
+    def save(path, state, real=save_state):
+        if full:
+            full.pop()
+            (tmp_path / "logs" / f"{len(full)}.log").write_bytes(b"1\n")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, state)
+
+    monkeypatch.setattr(process, "save_state", save)
+    assert process._save_plan(work)
+    assert len(load_state(work.path).files) == 2
+    for file in work.watched.files:
+        file.close()

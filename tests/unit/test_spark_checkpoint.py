@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kmq.cli.app import app
 from kmq.errors import BusyError, ConfigError
 from kmq.links.ownership import FileLock
-from kmq.log import identity
+from kmq.log import identity, topic_changes
 from kmq.spark.streaming import checkpoint, reset, status
 
 V1 = "v1\n"
@@ -53,6 +53,18 @@ def test_the_last_batch_that_is_through_counts_and_an_unfinished_one_is_named(re
     assert (found["batch"], found["unfinished_batch"], found["lag"]) == (2, 3, 7)
     assert (found["table"], found["query"]) == (str(tmp_path / "t"), "t")
     assert "batch 3 was begun and not finished" in status.notes(found)[0]
+
+
+def test_a_reset_says_which_records_are_gone_for_good(tmp_path):
+    made = write_data(tmp_path / "data", [b"orders|0|%d|a" % n for n in range(10)], closed=False)
+    data = str(tmp_path / "data")
+    log_batch(tmp_path / "c", 0, {data: {"__id": identity.read(data, "id"), "__format": "2", "orders": {"0": 3}}})
+    topic_changes.begin_at(data, "orders", None, {0: 8})
+    made[1].tick()
+    made[1].settle()
+    said = "\n".join(reset.text(reset.plan(checkpoint.Checkpoint(str(tmp_path / "c")), "earliest")))
+    assert "orders/0: 3 → 8 (5 gone)" in said
+    assert f"gone for good: {data} orders/0 offsets 3 to 7 (5 records)" in said
 
 
 def test_status_finds_checkpoints_by_table_and_by_directory(read_to, tmp_path):

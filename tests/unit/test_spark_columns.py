@@ -8,9 +8,11 @@ import pytest
 
 from kmq.errors import ConfigError
 from kmq.message import record
+from kmq.message.message import Message
 from kmq.message.routing import key_behind
 from kmq.message.text import decode_payload
 
+records = pytest.importorskip("kmq.gateway.kafka.records")
 columns = pytest.importorskip("kmq.spark.source.columns")
 types = pytest.importorskip("pyspark.sql.types")
 to_arrow_schema = pytest.importorskip("pyspark.sql.pandas.types").to_arrow_schema
@@ -29,7 +31,14 @@ def by_hand(line):
     name, *headers = id.split(b";")
     text = lambda raw: raw.decode(errors="replace")  # noqa: E731
     plain = lambda raw: text(unquote_to_bytes(raw)) if b"%" in raw else text(raw)  # noqa: E731
-    pairs = [each.partition(b"=")[::2] for each in headers]
+    pairs = [
+        each.partition(b"=")
+        for each in headers
+        if len(each.partition(b"=")[0]) != 1 and each.partition(b"=")[0] != b"enc"
+    ]
+    # A map has a name once.
+    of_name = {plain(name): plain(value) if equals else None for name, equals, value in reversed(pairs)}
+    names = list(dict.fromkeys(plain(name) for name, _, _ in pairs))
     value = decode_payload(id, payload)
     key_text = key_behind(b"orders", key)
     return {
@@ -40,7 +49,7 @@ def by_hand(line):
         "routing_key": text(key),
         "producer_ts": text(producer_ts),
         "id": plain(name),
-        "headers": [(plain(a), plain(b)) for a, b in pairs],
+        "headers": [(name, of_name[name]) for name in names],
         "value": value,
         "value_text": None if value is None else text(value),
         "line": line,
@@ -127,6 +136,13 @@ def test_a_payload_that_says_base64_and_is_none_is_kept():
     assert column(b"1|1.000000|orders||x;enc=b64|abc\n", "value") == [b"abc"]
 
 
+def test_a_value_that_is_stored_without_its_newline_has_it():
+    rows = (b";p=a;enc=lf|one", b";enc=lf;a=1|", b"|;enc=lf|", b";enc=lfx|two", b";enc=b64|YQo=", b"|")
+    lines = b"".join(b"%d|1.000000|orders||x%b\n" % (seq, row) for seq, row in enumerate(rows, 1))
+    assert column(lines, "value") == [b"one\n", None, b";enc=lf|", b"two", b"a\n", None]
+    assert [Message("orders", 0, 0, line).value for line in lines.splitlines()] == column(lines, "value")
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
     [
@@ -158,15 +174,38 @@ PAIRS = types.ArrayType(
 
 
 def test_headers_are_structs_as_kafkas_connector_has_them_where_asked():
-    text = b"1|1.000000|orders||1;a=x%FF;a=;b|v\n2|1.000000|orders||2|v\n3|1.000000|orders||3;%C3%BC=\xfe|v\n"
+    text = (
+        b"1|1.000000|orders||1;p=auto-k2.1;aa=x%FF;aa=;bb;%70=own;enc=b64|dg==\n"
+        b"2|1.000000|orders||2;p=me|v\n3|1.000000|orders||3;%C3%BC=\xfe|v\n"
+    )
     assert batch(text, headers=PAIRS) == [
-        {"headers": [{"key": "a", "value": b"x\xff"}, {"key": "a", "value": b""}, {"key": "b", "value": b""}]},
+        {
+            "headers": [
+                {"key": "aa", "value": b"x\xff"},
+                {"key": "aa", "value": b""},
+                {"key": "bb", "value": None},
+                {"key": "p", "value": b"own"},
+            ]
+        },
         {"headers": None},
         {"headers": [{"key": "ü", "value": b"\xfe"}]},
     ]
     for none in (b"1|1.000000|orders||1|v\n", b"\n1|1.000000|orders||1|v\n"):
         assert batch(none, headers=PAIRS) == [{"headers": None}]
     assert batch(b"\n", headers=PAIRS) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_headers_are_the_same_as_a_consumer_and_a_client_of_kafka_are_given(seed):
+    rng = random.Random(seed)
+    lines = [random_line(rng, n) for n in range(1, 30)]
+    rows = batch(b"\n".join(lines) + b"\n", headers=PAIRS)
+    for line, row in zip(lines, rows, strict=True):
+        given = Message("orders", 2, 0, line).headers
+        assert [(each["key"], each["value"]) for each in row["headers"] or ()] == given
+        _, semicolon, field = line.split(b"|", 5)[4].partition(b";")
+        kafka = records._stored_headers[semicolon + field][0]
+        assert kafka[0] == 2 * len(given) and all((value or b"") in kafka for _, value in given)
 
 
 def test_columns_of_origin_and_time_are_those_of_the_record(monkeypatch):

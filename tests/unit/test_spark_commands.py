@@ -16,15 +16,18 @@ from typer.testing import CliRunner
 import kmq.spark
 from kmq.cli import pipelines, spark, spark_options
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError, RetryError
-from kmq.spark import failures, sessions
+from kmq.spark import failures, sessions, tables
 from kmq.spark.pipelines.options import MIRROR_EVERY, ArchiveOptions, MirrorOptions, RouteOptions, complete
+from kmq.spark.source import options
 from kmq.spark.sql import shell, spark_engine
 from kmq.spark.streaming import checkpoint, streams
 
 
 def test_the_command_line_starts_without_spark_and_arrow():
-    code = "import sys, kmq.cli.app; sys.exit(bool({'pyspark', 'pyarrow', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    code = "import sys; from kmq.cli.app import app; app(['--help'], standalone_mode=False); " + (
+        "sys.exit('kmq.cli.spark' not in sys.modules or bool({'pyspark', 'pyarrow', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 # --- options -------------------------------------------------------------------------------------------------------
@@ -129,10 +132,65 @@ def test_a_checkpoint_that_cannot_be_written_or_is_anothers_is_named(tmp_path):
     made_checkpoint(tmp_path / "c", {"b": {"__id": "2f", "t": {"0": 5}}}, name="mirror")
     with pytest.raises(ConfigError, match="was written by mirror, not by archive"):
         streams.check_checkpoint(f"{tmp_path}/c", "archive")
-    streams.check_checkpoint(f"file://{tmp_path}/c", "mirror")
     made_checkpoint(tmp_path / "rate", 17)
     with pytest.raises(ConfigError, match="by a query that reads no topics"):
         streams.check_checkpoint(f"{tmp_path}/rate", "archive")
+
+
+def test_an_error_has_the_options_of_the_command_that_made_the_query(monkeypatch):
+    monkeypatch.setattr(sessions, "session", lambda *_: SimpleNamespace(stop=lambda: None))
+    monkeypatch.setattr(streams, "Progress", lambda *_: nullcontext(SimpleNamespace()))
+    monkeypatch.setattr(streams.StopSignals, "_handle", lambda self: None)
+    for text, said in (
+        ("b t/0: offsets 5 to 9 are gone; failOnDataLoss=false continues without them", "--on-loss skip continues"),
+        ("topic 'x' does not exist at d; subscribePattern takes what there is", "; --pattern takes"),
+        ("give `path` (data directories) or `kmq.bootstrap.servers` (host:port)", "give --path .* or `--brokers`"),
+        ("path='x*': matches no data directory", "^--path='x"),
+    ):
+        with pytest.raises(ConfigError, match=said), spark_options.running("archive"):
+            raise ConfigError(text)
+
+
+@pytest.mark.parametrize("command", ["archive", "metrics", "mirror", "redrive", "route"])
+def test_each_pipeline_that_reads_topics_says_what_it_does_about_loss(command):
+    done = CliRunner().invoke(spark.pipeline_app, ["run", command, "-h"], env={"COLUMNS": "200"})
+    if done.exit_code:
+        done = CliRunner().invoke(spark.pipeline_app, ["run", command, "--help"], env={"COLUMNS": "200"})
+    assert "--on-loss" in done.output
+    assert spark_options.Loss("skip").options() == {"failOnDataLoss": "false"}
+    with pytest.raises(ConfigError, match="--on-loss 'no': must be fail or skip"):
+        spark_options.Loss("no").options()
+
+
+@pytest.mark.parametrize("scheme", ["", "file:", "file://", "file://localhost", "FILE:"])
+def test_a_path_with_the_scheme_file_is_the_path_itself_wherever_one_is_given(tmp_path, monkeypatch, scheme):
+    monkeypatch.chdir(tmp_path)
+    made_checkpoint(tmp_path / "c", {"b": {"__id": "2f", "t": {"0": 5}}}, name="mirror")
+    named = f"{scheme}{tmp_path}/c"
+    with pytest.raises(ConfigError, match="was written by mirror, not by archive"):
+        streams.check_checkpoint(named, "archive")
+    assert streams.Trigger(checkpoint=named).at("x").checkpoint == f"{tmp_path}/c"
+    assert [each.path for each in checkpoint.find([named])] == [f"{tmp_path}/c"]
+    with tables.open_table(f"{scheme}{tmp_path}/t", "parquet", ()) as table:
+        assert table.path == f"{tmp_path}/t"
+    assert options.ReadOptions({"path": f"{scheme}{tmp_path}/d", "subscribe": "t"}).paths == [f"{tmp_path}/d"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "t"]
+
+
+@pytest.mark.parametrize("place", ["hdfs://h/x", "hdfs:/x", "dbfs:/x", "s3a://b/x"])
+def test_another_file_system_is_named_where_only_this_one_can_be_read(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    streams.check_checkpoint(place, "archive")  # Spark reaches it
+    assert streams.Trigger(checkpoint=place).at("x").checkpoint == place
+    what = f"{place.partition(':')[0]}: is another file system; must be a directory"
+    with pytest.raises(ConfigError, match=what):
+        checkpoint.find([place])
+    with pytest.raises(ConfigError, match=f"path '{place}': {what}"):
+        options.ReadOptions({"path": place, "subscribe": "t"})
+    if not place.startswith("s3a"):
+        with pytest.raises(ConfigError, match=f"--to '{place}': {what}.* or s3://bucket/prefix"):
+            tables.open_table(place, "parquet", ())
+    assert list(tmp_path.iterdir()) == []
 
 
 def made_checkpoint(path, source, name=None):
@@ -424,3 +482,10 @@ def test_an_argument_that_a_pipeline_does_not_know_is_refused_as_python_does():
     assert complete(ArchiveOptions, {"schema": "n int", "host": "h"})["bad"] == "dlq"
     with pytest.raises(TypeError, match=r"run\(\) got an unexpected keyword argument 'shema'"):
         complete(ArchiveOptions, {"shema": "n int"})
+
+
+def test_compact_is_refused_and_says_who_compacts():
+    for command in (["compact"], ["compact", "--topics", "users", "--dry-run"]):
+        result = CliRunner().invoke(pipelines.run_app, command)
+        assert isinstance(result.exception, ConfigError)
+        assert str(result.exception).endswith("the broker compacts topics with cleanup=compact itself")

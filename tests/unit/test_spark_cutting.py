@@ -51,6 +51,19 @@ def test_min_partitions_are_in_proportion_to_what_each_range_has():
     assert [len(edges.at.get(span.key, ())) + 1 for span in spans] == [6, 3, 1]
 
 
+@pytest.mark.parametrize(("least", "largest"), [(0, 70_318), (8, 35_003), (16, 14_064), (32, 6_762)])
+def test_min_partitions_spread_a_partition_that_has_most_of_a_topic(least, largest):
+    """One partition of 64 has 70,318 of 200,000 records: more than the tasks of the other ones together need."""
+    spans = [OffsetSpan(("b1", "a", 17), 0, 70_318)]
+    spans += [OffsetSpan(("b1", "a", n), 0, 2058 + (n < 28)) for n in range(64) if n != 17]
+    spans.sort(key=lambda span: span.key)
+    found = cut(spans, no_cuts, cores=2, min_partitions=least)
+    tasks = shared((piece for span in spans for piece in cut_up(span, found.at.get(span.key, ()))), found.tasks)
+    records = [sum(map(len, task)) for task in tasks]
+    assert (sum(records), max(records)) == (199_999, largest)
+    assert len(tasks) == max(least, 4)
+
+
 def test_no_task_has_more_records_than_asked():
     spans = [OffsetSpan(A, 0, 1001), OffsetSpan(B, 7, 17)]
     assert sizes(spans, cut(spans, no_cuts, max_records=250)) == [200, 200, 200, 200, 201, 10]

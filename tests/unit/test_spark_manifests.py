@@ -1,7 +1,6 @@
 """k8s/overlays/spark holds together: with itself, with the image, the broker's manifests, and what Spark and kmq know."""
 
 import copy
-import os
 import re
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from kmq.config.settings import load
 
 sys.path.append(str(ROOT / "tests" / "spark"))
 
+from brokers import environment
 from spark_job import driver, find, properties, rendered
 
 CONTAINERFILE = (ROOT / "k8s/Containerfile.spark").read_text()
@@ -119,9 +119,8 @@ def test_what_the_driver_is_told_to_run_is_a_command_of_kmq():
     words = driver()["args"]
     (at,) = (number for number, word in enumerate(words) if word.endswith("submit.py"))
     command = [sys.executable, str(ROOT / "kmq/spark/submit.py"), *words[at + 1 :]]
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
     for more, code in (["--help"], 0), (["--no-such-option"], 2):
-        assert subprocess.run([*command, *more], env=env, capture_output=True, timeout=60).returncode == code
+        assert subprocess.run([*command, *more], env=environment(), capture_output=True, timeout=60).returncode == code
 
 
 def matches(peer, labels):

@@ -15,6 +15,7 @@ from log_server import up
 from made_data import FIRST_TS, append, write_data
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import StructType
+from waiting import PATIENCE_S, until
 
 import kmq
 from kmq.access import tokens
@@ -33,7 +34,6 @@ from kmq.spark.source.planner import QueryLogs
 from kmq.spark.source.stream_reader import StreamReader
 from kmq.spark.tables import TableSpec
 
-PATIENCE_S = 100.0
 LINES = [b"%d|1700000000.%06d|t|||%d\n" % (n + 1, n, n) for n in range(20)]
 
 
@@ -317,13 +317,6 @@ def shards(monkeypatch):
             server.server_close()
 
 
-def becomes(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_shard_that_was_away_is_one_broker_whatever_others_are_doing(shards):
     """Its addresses were looked at when all of another shard was away again, which was one broker by then."""
     both = shards(a=2, b=2)
@@ -334,13 +327,13 @@ def test_a_shard_that_was_away_is_one_broker_whatever_others_are_doing(shards):
 
     assert there() == []
     both.up = {"a"}
-    becomes(lambda: there() == [both.addresses("a")])
+    until(lambda: there() == [both.addresses("a")])
     both.up = set()
     assert there() == []
     both.up = {"b"}
-    becomes(lambda: there() == [both.addresses("b")])
+    until(lambda: there() == [both.addresses("b")])
     both.up = {"a", "b"}
-    becomes(lambda: there() == sorted(map(both.addresses, "ab")))
+    until(lambda: there() == sorted(map(both.addresses, "ab")))
 
 
 def test_who_waits_for_a_broker_is_woken_and_does_not_poll(shards, monkeypatch):

@@ -101,11 +101,26 @@ def test_csv_and_json_have_values_in_full_and_times_to_the_microsecond(ask):
     text = "select id, headers, value, value_text, recv_ts from `jobs.eu` order by offset"
     rows = list(csv.reader(io.StringIO(ask(text, shell.as_csv))))
     assert rows[0] == ["id", "headers", "value", "value_text", "recv_ts"]
-    assert rows[2][:3] == ["2", "{a -> 1}", "tab\there, and a comma"] and rows[1][1] == "{enc -> b64}"
+    assert rows[2][:3] == ["2", "{aa -> 1}", "tab\there, and a comma"] and rows[1][1] == "{}"
     assert rows[2][4].endswith("12")
     first, second = map(json.loads, ask(text, shell.as_json).splitlines())
-    assert (first["value"], first["headers"], second["headers"]) == ("/wA=", {"enc": "b64"}, {"a": "1"})
+    assert (first["value"], first["headers"], second["headers"]) == ("/wA=", {}, {"aa": "1"})
     assert second["recv_ts"].endswith("12Z")
+
+
+def test_show_tables_names_each_topic_and_view(ask):
+    assert cells(ask("show tables")) == [
+        [name] for name in ("Jobs", "__consumer_offsets", "all_topics", "append", "jobs.eu", "orders")
+    ]
+    ask("create view big as select * from orders; select count(*) from big")
+    assert ["big"] in cells(ask("SHOW TABLES ;"))
+    assert json.loads(ask("show tables", shell.as_json).splitlines()[0]) == {"name": "Jobs"}
+
+
+def test_headers_are_those_of_the_client_its_own_p_and_a_name_twice_too(ask, data):
+    append(data[1], [b"odd|0|1;p=auto-k2.1;%70=own;trace=1;trace=2;gone|v"])
+    [line] = ask("select headers, headers['p'] as p from odd", shell.as_json).splitlines()
+    assert json.loads(line) == {"headers": {"p": "own", "trace": "1", "gone": None}, "p": "own"}
 
 
 def test_values_of_every_kind_are_printed(ask):

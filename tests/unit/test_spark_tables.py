@@ -17,6 +17,7 @@ from kmq.links import ownership
 from kmq.spark.tables import base, iceberg, open_table, parquet_files, stores
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_writer_that_dies_at_any_step_leaves_each_row_once(tmp_path, monkeypatch, format):
     first, second = range(10), range(10, 20)

@@ -6,19 +6,9 @@ import time
 import pytest
 
 from kmq.broker import stats
-from kmq.broker.stats import (
-    BOUNDS_S,
-    BUCKETS,
-    PROCESSES,
-    STATES,
-    TIMED,
-    WORDS,
-    Histogram,
-    StatsPage,
-    difference,
-    peek,
-    quantile,
-)
+from kmq.broker.histogram import BOUNDS_S, BUCKETS, WORDS, Histogram, difference, quantile
+from kmq.broker.stats import PROCESSES, STATES, TIMED, StatsPage, peek
+from kmq.config.intakes import parse_intakes
 from kmq.errors import BusyError
 from kmq.links import role
 
@@ -35,15 +25,18 @@ def histogram():
     return Histogram(memoryview(bytearray(8 * WORDS)).cast("Q"))
 
 
-def write_page_of_layout_1(instance, data, state, heartbeat):
-    """What an older release leaves: rows of 32 words; number 7 is `starts`, number 17 `clock_offset`."""
-    page = bytearray(4096)
-    text = f"kmq-stats data_id=abc data={data}\n".encode()
+def write_page_of_layout_2(instance, data, state, heartbeat):
+    """What an older release leaves: number 7 of each row is `starts`, 17 `clock_offset`, 20 `askers` or a role."""
+    page = bytearray(8192)
+    text = f"kmq-stats2 data_id=abc directory={data}\n".encode()
     page[: len(text)] = text
     words = memoryview(page).cast("Q")
-    for at in range(6):  # it has no row of a replica
-        row = words[128 + 32 * at : 128 + 32 * (at + 1)]
+    for at in range(7):
+        begin = 128 + 64 * at if at < 6 else 584
+        row = words[begin : begin + 64]
         row[0], row[2], row[3], row[6], row[7], row[17] = 4_000_000 + at, heartbeat, STATES.index(state), 90 + at, 5, 77
+        row[20], row[63] = 4, 9  # the last one is `exit_code`
+    words[512] = words[648] = 3  # of the first histogram, and of the first intake
     with open(f"/dev/shm/{instance}.stats", "wb") as file:
         file.write(page)
 
@@ -94,7 +87,7 @@ def test_rows_and_histograms_never_overlap(instance, tmp_path):
     for at, what in enumerate(TIMED.values()):
         assert page.histogram(what).words() == [2000 + at] * WORDS
     assert page.serves(str(tmp_path)) and page.directory == str(tmp_path)
-    assert len(stats._FIELDS) <= stats._ROW and os.path.getsize(page.path) == 8192
+    assert os.path.getsize(page.path) == 8192
 
 
 def test_the_row_of_the_replica_moves_nothing_of_an_older_page(instance, tmp_path):
@@ -112,11 +105,27 @@ def test_the_roles_of_the_row_are_those_of_the_role_page():
     assert stats.ROLES[1:] == role.ROLES
 
 
-def test_each_name_of_the_replica_is_a_word_of_its_own_that_ends_with_the_process(instance, tmp_path):
+@pytest.mark.parametrize("name", PROCESSES)
+def test_each_name_is_a_word_of_its_own_in_the_row_of_its_process(instance, tmp_path, name):
+    row = StatsPage(instance, "abc", str(tmp_path)).rows[name]
+    for at, field in enumerate(row.fields):
+        setattr(row, field, 1 + at)
+    assert [getattr(row, field) for field in row.fields] == [*range(1, 1 + len(row.fields))]
+    assert sorted(row.words()) == [0] * (64 - len(row.fields)) + [*range(1, 1 + len(row.fields))]
+
+
+def test_a_word_of_another_process_is_an_error(instance, tmp_path):
+    rows = StatsPage(instance, "abc", str(tmp_path)).rows
+    rows["framer"].producers = 3
+    with pytest.raises(AttributeError):
+        rows["replica"].producers = 3
+    with pytest.raises(AttributeError):
+        print(rows["router"].isr)
+
+
+def test_the_names_of_a_role_end_with_the_process(instance, tmp_path):
     row = StatsPage(instance, "abc", str(tmp_path)).rows["replica"]
-    for at, name in enumerate(stats._REPLICA_FIELDS):
-        setattr(row, name, 1 + at)
-    assert [getattr(row, name) for name in stats._REPLICA_FIELDS] == [*range(1, 1 + len(stats._REPLICA_FIELDS))]
+    row.brokers = 3
     row.role, row.problem = stats.ROLES.index("leading"), stats.PROBLEMS.index("register_unreadable")
     assert (row.role_name, row.problem_name) == ("leading", "register_unreadable")
     row.wipe()
@@ -140,31 +149,31 @@ def test_a_start_forgets_all_but_what_lasts_and_says_how_the_last_end_was(instan
 
 
 @pytest.mark.parametrize("state, heartbeat", [("stopped", time.monotonic_ns()), ("ready", 1)])
-def test_a_page_of_layout_1_is_carried_over(instance, tmp_path, state, heartbeat):
-    write_page_of_layout_1(instance, tmp_path, state, heartbeat)
+def test_a_page_of_layout_2_is_carried_over(instance, tmp_path, state, heartbeat):
+    write_page_of_layout_2(instance, tmp_path, state, heartbeat)
     page = StatsPage(instance, "abc", str(tmp_path))
-    assert not any(page.rows["replica"].words()), "layout 1 has none"
-    for at, name in enumerate(PROCESSES[:6]):
+    for at, name in enumerate(PROCESSES):
         row = page.rows[name]
         assert (row.pid, row.seq, row.starts, row.clock_offset) == (4_000_000 + at, 90 + at, 5, 77)
-        assert row.damage == row.unclean == 0
-    assert page.identity().startswith("kmq-stats2 ") and page.serves(str(tmp_path))
-    assert not page.identity().endswith(f" data={tmp_path}")  # by which an older release finds its page
+        assert row.damage == row.unclean == 0 and row.exit_code == 9
+    assert page.rows["ingress"].askers == 4 and page.rows["replica"].role == 0, "it was the word `askers`"
+    assert page.histogram("ack").words()[0] == page.intakes(parse_intakes("5140=app"))[0]["port"] == 3
+    assert page.identity().startswith("kmq-stats3 ") and page.serves(str(tmp_path))
     page.rows["router"].begin(0)
     row = StatsPage(instance, "abc", str(tmp_path)).rows["router"]
     assert (row.starts, row.unclean, row.clock_offset) == (6, int(state != "stopped"), 77)
 
 
-def test_a_page_of_layout_1_of_another_directory_is_wiped(instance, tmp_path):
-    write_page_of_layout_1(instance, "/elsewhere", "stopped", time.monotonic_ns())
+def test_a_page_of_layout_2_of_another_directory_is_wiped(instance, tmp_path):
+    write_page_of_layout_2(instance, "/elsewhere", "stopped", time.monotonic_ns())
     assert StatsPage(instance, "abc", str(tmp_path)).rows["router"].starts == 0
 
 
-def test_a_page_of_layout_1_whose_processes_live_is_left_alone_but_can_be_read(instance, tmp_path, monkeypatch):
+def test_a_page_of_layout_2_whose_processes_live_is_left_alone_but_can_be_read(instance, tmp_path, monkeypatch):
     monkeypatch.setattr(stats, "OWNER_WAIT_S", 1e6)
     times = iter([0.0, 1e9])
     monkeypatch.setattr(stats, "time", type("T", (), {"monotonic": lambda: next(times), "monotonic_ns": lambda: 2}))
-    write_page_of_layout_1(instance, tmp_path, "ready", 1)
+    write_page_of_layout_2(instance, tmp_path, "ready", 1)
     with pytest.raises(BusyError, match="processes of an older release"):
         StatsPage(instance, "abc", str(tmp_path))
     page = peek(instance)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kmq.broker.supervisor import is_supervisor
+from kmq.broker.health import is_supervisor
 
 WAIT = "import sys; print(flush=True); sys.stdin.read()"
 

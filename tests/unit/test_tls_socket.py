@@ -14,13 +14,15 @@ from certificates import Authority
 from fake_logger import FakeLogger
 from fifo_reading import read_all
 from framing_steps import Steps, table
-from received_ends import Way, new_row
+from received_ends import Way
+from stats_rows import row_of
 
-from kmq.broker import stats, tls
+from kmq.broker import tls
 from kmq.config.settings import load
 from kmq.errors import ConfigError
 from kmq.ingress.connection import Connection
-from kmq.ingress.producers import Intake, Producers
+from kmq.ingress.producers import Producers
+from kmq.ingress.receiving import Intake
 from kmq.links.fifo import LINES, open_fifo
 from kmq.links.received import Handover
 from kmq.message import record
@@ -89,16 +91,9 @@ def shake(client, server):
     raise AssertionError("no end of the handshake")
 
 
-def row_of_its_own():
-    """A row of a stats page that nobody reads."""
-    row = stats.Row()
-    row.lie_in(memoryview(bytearray(8 * stats._ROW)).cast("Q"))
-    return row
-
-
 def context_of(settings, logger=None):
     """A listener's context, as the stages make it; None without TLS."""
-    found = tls.certificates(settings, logger or FakeLogger(), row_of_its_own())
+    found = tls.certificates(settings, logger or FakeLogger(), row_of("ingress"))
     return found and found.context()
 
 
@@ -261,7 +256,7 @@ def test_lines_come_through_however_long_records_and_lines_are(connect, files, t
     client, server = open_pair(connect, files)
     raw = open_fifo(str(tmp_path), "raw")
     way = Way()
-    intake = Intake(Handover(raw, way.writer), MAX_LINE, new_row())
+    intake = Intake(Handover(raw, way.writer), MAX_LINE, row_of("ingress"))
     steps = Steps(table(), max_line=MAX_LINE, way=way)
     connection = Connection(server, "test", server)
     lines = [b"t|||" + b"x" * size for size in (0, 10, 3000, MAX_LINE - 4, MAX_LINE - 3, 1, 9000, 2)]
@@ -281,7 +276,7 @@ def test_what_waits_for_the_fifo_is_not_overwritten_by_what_comes_next(connect, 
     """While producers are refused they are heard although the FIFO is full; over TLS a first byte cannot be looked at before."""
     raw = open_fifo(str(tmp_path), "raw")
     way = Way(1 << 16)
-    intake = Intake(Handover(raw, way.writer), 1 << 20, new_row())
+    intake = Intake(Handover(raw, way.writer), 1 << 20, row_of("ingress"))
     steps = Steps(table(), max_line=1 << 20, way=way)
     while not intake.handover.clogged:
         intake.handover.put([b"t|||fill\n" * 400], None, 0)
@@ -307,7 +302,9 @@ def test_an_end_is_answered_only_when_the_fifo_speaks_of_the_lines_that_came_wit
     """Killed between the two, ingress would have told the producer that lines are safe of which nobody knows."""
     raw, acks = (open_fifo(str(tmp_path), name) for name in ("raw", "acks"))
     page = SimpleNamespace(histogram=lambda what: None)  # nothing is acked here
-    stage = SimpleNamespace(settings=load({}, "/nonexistent.toml"), row=None, page=page, acks=acks, most_files=1000)
+    stage = SimpleNamespace(
+        settings=load({}, "/nonexistent.toml"), row=None, page=page, acks=acks, most_files=1000, epoch=0
+    )
     accepting = SimpleNamespace(refusal=b"")
     producers = Producers(stage, Handover(raw, Way(4 << 20).writer), accepting, None, None)
     told = []
@@ -415,7 +412,7 @@ def test_client_certificates_are_asked_for_and_their_authority_can_change(connec
 
 def test_a_certificate_is_warned_of_once_a_day_and_again_when_it_has_expired(authority, monkeypatch):
     cert, key = authority.issue("short", until=3)
-    logger, row, ahead = FakeLogger(), row_of_its_own(), [0.0]
+    logger, row, ahead = FakeLogger(), row_of("ingress"), [0.0]
     monkeypatch.setattr(
         "kmq.broker.tls.time", SimpleNamespace(time=lambda: time.time() + ahead[0], monotonic=lambda: ahead[0])
     )
@@ -436,7 +433,7 @@ def test_of_two_client_authorities_one_may_expire(files, tmp_path, monkeypatch):
     short, long = (Authority(tmp_path, name, until) for name, until in (("short", 3), ("long", 60)))
     bundle = tmp_path / "bundle.pem"
     bundle.write_text(short.path.read_text() + long.path.read_text())
-    row, now = row_of_its_own(), time.time()
+    row, now = row_of("ingress"), time.time()
     used = tls.certificates(settings_of(**files, client_ca=bundle), FakeLogger(), row)
     days = []
     for days_later in (0, 2, 4, 61):

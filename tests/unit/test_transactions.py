@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_logger import FakeLogger
+from waiting import until_async
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.offset_table import CommittedOffset, OffsetTable, RowKey
@@ -107,7 +108,7 @@ def started(monkeypatch, tmp_path):
     def made(*pids, states=None):
         if states is None:
             states = {f"id{pid}": TransactionState(f"id{pid}", pid, 0, 0, COMMIT, 0, 0, 1, 1, 60_000) for pid in pids}
-        held = {state.held_key: HeldLines(0, 1, 10, {(f"g{state.pid}", ("t", 0))}, set()) for state in states.values()}
+        held = {state.held_key: HeldLines(0, 1, 10, {(f"g{state.pid}", ("t", 0))}, {}) for state in states.values()}
         monkeypatch.setattr(transactions, "read_states", lambda data: states)
         monkeypatch.setattr(transactions, "read_held", lambda data, keys: held)
         store = OffsetStore(SimpleNamespace(data=str(tmp_path)), None, FakeLogger())
@@ -124,11 +125,6 @@ def started(monkeypatch, tmp_path):
         return found, found._writer, store
 
     return made
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def is_complete(store, group):
@@ -149,8 +145,8 @@ def test_a_commit_that_cannot_be_written_keeps_nobody_waiting_but_its_id_and_its
         await made.recovered.wait()
         assert [is_complete(store, group) for group in ("g1", "g2", "g3")] == [False, False, True]
         writer.may_copy.set()
-        await until(lambda: is_complete(store, "g2"))
-        await until(lambda: len(writer.asked) > 1)  # it is tried again, and its name is kept
+        await until_async(lambda: is_complete(store, "g2"))
+        await until_async(lambda: len(writer.asked) > 1)  # it is tried again, and its name is kept
         assert {*writer.asked} == {1} and not is_complete(store, "g1")
         assert made.find("id2", 2, 0).first is None
         with pytest.raises(TransactionRefused) as refused:
@@ -161,7 +157,7 @@ def test_a_commit_that_cannot_be_written_keeps_nobody_waiting_but_its_id_and_its
         waiting = asyncio.create_task(made._init("id1", 1000, None, lambda: 4))
         writer.stuck.clear()
         assert (await waiting).epoch == 1  # once what it has committed is written
-        await until(lambda: is_complete(store, "g1"))
+        await until_async(lambda: is_complete(store, "g1"))
         running.cancel()
 
     run(work)
@@ -174,11 +170,11 @@ def test_a_group_whose_commit_is_written_is_served_though_its_producer_holds_off
         writer.may_copy.set()
         running = asyncio.create_task(made.run())
         await made.recovered.wait()
-        await until(lambda: is_complete(store, "g1"))
+        await until_async(lambda: is_complete(store, "g1"))
         await made.hold_offsets(("id1", 1, 0), "g1", {("t", 0): CommittedOffset(5, 1000.0)}, lambda: None)
         assert made.pending("g1") == {("t", 0)}
         writer.stuck.clear()
-        await until(lambda: is_complete(store, "g2"))
+        await until_async(lambda: is_complete(store, "g2"))
         assert is_complete(store, "g1")
         running.cancel()
 
@@ -189,11 +185,11 @@ def test_so_many_commits_are_copied_at_once(started):
     async def work():
         made, writer, store = started(*range(1, 31))
         running = asyncio.create_task(made.run())
-        await until(lambda: writer.running == 8)
+        await until_async(lambda: writer.running == 8)
         for _ in range(100):
             await asyncio.sleep(0)
         writer.may_copy.set()
-        await until(lambda: not store.incomplete)
+        await until_async(lambda: not store.incomplete)
         assert writer.most == 8
         running.cancel()
 
@@ -220,7 +216,7 @@ def test_a_producer_that_has_not_got_its_next_epoch_asks_the_next_life_again(sta
         if is_aborted:
             await made._begin(begun)
             made._abort_soon(begun, "timeout")
-            await until(lambda: begun.epoch == 1)
+            await until_async(lambda: begun.epoch == 1)
         else:
             assert (await made._init("id", 1000, (7, 0), lambda: 8)).epoch == 1
         for _ in range(2):  # also if nothing was written in a life
@@ -275,7 +271,7 @@ def test_all_transactions_together_have_so_many_offsets_and_who_comes_then_is_to
         await hold("c", 4, 5)
         with pytest.raises(RequestRefused):
             await hold("b", 6)
-        held = {txns["b"].key: HeldLines(0, 4, 10, {("g", ("t", number)) for number in range(4)}, set())}
+        held = {txns["b"].key: HeldLines(0, 4, 10, {("g", ("t", number)) for number in range(4)}, {})}
         monkeypatch.setattr(transactions, "read_states", lambda data: next_life(writer.states))
         monkeypatch.setattr(transactions, "read_held", lambda data, keys: held)
         await made._restore()
@@ -323,7 +319,7 @@ def test_an_offset_is_stored_unless_its_group_has_committed_since_whatever_the_c
         stored.append((group, {place: row.offset for place, row in rows.items()}, member, generation, decided))
 
     store = SimpleNamespace(table=table, commit=commit)
-    groups = SimpleNamespace(store=store, is_ready=False)
+    groups = SimpleNamespace(store=store, is_ready=False, read_again=lambda *_: [])
     writer = TransactionWriter(SimpleNamespace(data=""), None, groups, None, FakeLogger())
     run(lambda: writer.store_offsets({ROW: CommittedOffset(5, 1000.0, "m", 3)}, 100))
     assert stored == [("g", {("t", 0): 5}, "m", 3, True)] * is_stored

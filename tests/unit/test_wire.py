@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from certificates import Authority
 from fake_logger import FakeLogger
+from waiting import until_async
 
 from kmq.broker.tls import client_context, make_context
 from kmq.cluster.register import Version
@@ -105,8 +106,7 @@ def play(scene):
 
 async def refused_reason(log, count=1):
     """Return the reason of the log line once there are that many."""
-    while len(log.of("replica_refused")) < count:
-        await asyncio.sleep(0.001)
+    await until_async(lambda: len(log.of("replica_refused")) >= count)
     return log.of("replica_refused")[count - 1]["reason"]
 
 
@@ -623,8 +623,7 @@ def test_fuzz_before_the_proof_disturbs_nobody():
                 writer.close()
             port._serve = echo
             await check_serves(port)
-            while port._strangers:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: not port._strangers)
 
     play(scene)
 

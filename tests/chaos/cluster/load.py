@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from line_client import LineClient
+from waiting import until
 
 from chaos.cluster.judge import Replica
 from chaos.crowd import Crowd
@@ -26,7 +27,8 @@ from chaos.senders import Sender
 from kmq.wire import replies
 
 PATIENCE_S = 60.0
-AGAIN = {b"disk_full", b"quota", b"stopping", b"busy", b"connections", b"not_enough_replicas", b"no_leader", b"fenced"}
+AGAIN = {b"disk_full", b"quota", b"stopping", b"busy", b"connections", b"not_enough_replicas", b"no_leader"}
+NEVER = (b"fenced", b"unauthorized", b"forbidden")  # each sender has a name of its own, and no tokens are required
 _BEYOND = re.compile(rb"!err out_of_range ([^/]+)/(\d+): offset \d+ is beyond first=\d+ end=(\d+)")
 NUMBERED = {"ids": b" producer=%b", "window": b" window=%b", "lines": b""}  # kind → words of its hello
 
@@ -51,6 +53,8 @@ class Numbered(Sender):
         super().__init__(name, topic, pipes, seed)
         self.kind, self.rest_s = kind, 0.1
         self.answers: list[Answer] = []
+        self.wrong: list[str] = []  # replies that nobody may have had, whatever befell the shard: NEVER
+        self._attempts = itertools.count(1)
         self._pending: deque[Message] = deque()  # sent or to be sent, and not answered
 
     @property
@@ -69,9 +73,12 @@ class Numbered(Sender):
     def _converse(self, client: LineClient) -> None:
         hello = NUMBERED[self.kind]
         words = hello % self.process.encode() if hello else b""
+        if self.kind == "ids":  # a hello may come late, through a door that waited for a leader
+            words += b" attempt=%b.%d" % (self.process.encode(), next(self._attempts))
         client.send_raw(b"!hello acks=1%b\n" % words)
-        if not client.line().startswith(b"!ok "):
-            return
+        greeting = client.line()
+        if not greeting.startswith(b"!ok "):
+            return self._note(greeting)
         answered = 0  # lines of this connection
         while self._pending or not self.enough.is_set():
             if not self.enough.is_set() and (answered or not self._pending):
@@ -93,6 +100,7 @@ class Numbered(Sender):
         word, number, *more = line.split(b" ")
         count = int(number) - answered
         if word == b"!err":
+            self._note(line)
             assert more[0] not in AGAIN and count == 1, line
             self.tell(self._pending.popleft()[1], FAIL)
             return int(number)
@@ -104,6 +112,12 @@ class Numbered(Sender):
             if seq:  # `!dup <n> 0`: stored so long ago that the seq is not known
                 self.answers.append(Answer(self.process, value, seq - count + 1 + n, began, now))
         return int(number)
+
+    def _note(self, line: bytes) -> None:
+        """Keep a refusal that is a fault. Raises AssertionError: what was sent is not refused for good by it."""
+        if line.split(b" ")[2:3] and line.split(b" ")[2] in NEVER:
+            self.wrong.append(f"{time.monotonic():.1f} {self.process}: {line.decode(errors='replace').strip()}")
+            raise AssertionError(line)
 
     def abandon(self) -> None:
         super().abandon()
@@ -208,7 +222,7 @@ class Clients:
         env = os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
         with (root / "service.log").open("ab") as log:
             self._service = subprocess.Popen(words, env=env, cwd=root, stderr=log)
-        self._wait(lambda: (self.pipes / "grpc.port").exists(), "the service")
+        self._wait((self.pipes / "grpc.port").exists, "the service")
         seeds = iter(lambda: rng.randrange(1 << 30), -1)
         each = [(kind, f"{kind}-{n}") for kind in NUMBERED for n in (1, 2)]
         self.numbered = [Numbered(name, TOPIC, self.pipes, next(seeds), kind) for kind, name in each]
@@ -220,10 +234,7 @@ class Clients:
         self.crowd.join_all()
 
     def _wait(self, condition: Callable[[], object], what: str) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < until, f"never came: {what}\n{(self.root / 'service.log').read_text()}"
-            time.sleep(0.05)
+        until(condition, what, (self.root / "service.log").read_text)
 
     def acked_since(self, began: float) -> bool:
         """Whether a message that was sent since then is acknowledged."""
@@ -238,6 +249,10 @@ class Clients:
         answers = [each.ended for sender in self.numbered for each in [*sender.answers] if each.ended >= began]
         moments = sorted([began, *answers, time.monotonic()])
         return max(after - before for before, after in itertools.pairwise(moments))
+
+    def wrong(self) -> list[str]:
+        """Replies that are faults by themselves: fenced by itself, or without rights that nobody asks for."""
+        return [each for sender in self.numbered for each in sender.wrong]
 
     def finish_writing(self) -> None:
         """Send no more, and wait until all that was sent with acks is answered."""

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from brokers import FREE_PORTS, PATIENCE_S, Broker, is_alive
+from brokers import FREE_PORTS, Broker, is_alive
+from waiting import until
 
 from chaos.cluster.judge import Replica, load_replica
 from chaos.cluster.witness import Witness
@@ -31,7 +32,6 @@ from chaos.wall_clock import WallClock
 BROKERS = {"a": 11, "b": 12, "c": 13}
 SERVERS = (1, 2, 3)
 CLONE = 10  # from the number of a broker to that of its clone
-PATIENCE = PATIENCE_S
 DISK_BYTES = 1 << 30  # sparse; a soak stores a quarter of it
 TTL_S = 2.0
 REPLICA = "kmq.replica"  # module of the process `replica`
@@ -51,16 +51,11 @@ class ShardBroker(Broker):
         self, root: Path, name: str, inside: Sequence[str], settings: dict[str, str], data: Path | None = None
     ) -> None:
         super().__init__(root, data)
-        self.name, self._inside = name, inside
+        self.name, self.inside = name, inside
         for port in FREE_PORTS:
             del self.env[port]
         address = f"{NET}.{BROKERS[name]}"
         self.env |= {"KMQ_HOST": "0.0.0.0", "KMQ_ADVERTISE": address, "KMQ_BROKER": name} | settings
-
-    def run(
-        self, *command: str, text: str = "", patience_s: float = PATIENCE_S, **settings: object
-    ) -> subprocess.CompletedProcess[str]:
-        return super().run(*self._inside, *command, text=text, patience_s=patience_s, **settings)
 
     def signal(self, number: int, module: str = "") -> list[psutil.Process]:
         """Send a signal to all its processes, or to that of one module; return them."""
@@ -72,7 +67,7 @@ class ShardBroker(Broker):
 
     def begin(self) -> subprocess.Popen[bytes]:
         """Run `kmq up`, and do not wait for it."""
-        words = [*self._inside, "kmq", "up", *([] if self.gateway else ["--no-gateway"])]
+        words = [*self.inside, "kmq", "up", *([] if self.gateway else ["--no-gateway"])]
         with (self.root / "up.log").open("ab") as out:
             return subprocess.Popen(words, env=self.env, cwd=self.root, stdout=out, stderr=out)
 
@@ -143,20 +138,20 @@ class Shard:
     def begin(self) -> None:
         """Start all brokers and the shard; return when all of them are in the ISR."""
         self.up(*self.brokers)
-        said = ""
-
-        def is_begun() -> bool:
-            nonlocal said
-            done = self._init()
-            said = done.stderr
-            return done.returncode == 0
-
-        self.wait(is_begun, lambda: f"the shard is begun: {said}")
+        self._succeed("init", "--shard", "s", "--brokers", ",".join(self.brokers))
         self.witness.start()
         self.wait_whole()
 
-    def _init(self) -> subprocess.CompletedProcess[str]:
-        return self.brokers["a"].kmq("cluster", "init", "--shard", "s", "--brokers", ",".join(self.brokers))
+    def _succeed(self, *arguments: str) -> None:
+        """Repeat a command of `kmq cluster` until it succeeds."""
+        said: list[str] = []
+
+        def is_done() -> bool:
+            done = self.brokers["a"].kmq("cluster", *arguments)
+            said.append(done.stdout + done.stderr)
+            return done.returncode == 0
+
+        self.wait(is_done, f"kmq cluster {arguments[0]}", lambda: said[-1])
 
     def up(self, *names: str) -> None:
         """Start brokers, side by side. A start may find no leader, or no Consul: that is no failure of the command."""
@@ -192,12 +187,8 @@ class Shard:
 
         self.wait(is_whole, "every broker in the ISR")
 
-    def wait(self, condition: Callable[[], object], what: str | Callable[[], str]) -> None:
-        until = time.monotonic() + PATIENCE
-        while not condition():
-            said = what if isinstance(what, str) else what()
-            assert time.monotonic() < until, f"never came: {said}\n{self.tail()}"
-            time.sleep(0.1)
+    def wait(self, condition: Callable[[], object], what: str, instead: Callable[[], object] = str) -> None:
+        until(condition, what, lambda: f"{instead()}\n{self.tail()}")
 
     def tail(self) -> str:
         """The register, and the end of each broker's log."""
@@ -318,15 +309,7 @@ class Shard:
 
     def _recover(self) -> None:
         """Give Consul its register back, as an operator does."""
-        said = ""
-
-        def is_recovered() -> bool:
-            nonlocal said
-            done = self.brokers["a"].kmq("cluster", "recover", "--shard", "s", "--yes")
-            said = done.stdout + done.stderr
-            return done.returncode == 0
-
-        self.wait(is_recovered, lambda: f"the register is recovered: {said}")
+        self._succeed("recover", "--shard", "s", "--yes")
         self._went_back = False
 
     def _end_traces(self) -> None:

@@ -7,6 +7,8 @@ were told, and files.
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,13 +18,16 @@ from pathlib import Path
 import pytest
 from brokers import STAGES
 
+from chaos.cluster.direct import TOPIC as TOPIC_OF_DIRECT
 from chaos.cluster.judge import Store, Verdict, judge, load_replica
-from chaos.cluster.load import PARTITIONS, TOPIC, Clients
-from chaos.cluster.shard import BROKERS, SERVERS, Shard, open_shard
+from chaos.cluster.load import PARTITIONS, TESTS, TOPIC, Clients
+from chaos.cluster.shard import BROKERS, SERVERS, TTL_S, Shard, open_shard
 from chaos.history import encode
 from chaos.network import NET
 
 SEED = 30
+LAG_S = 2.0  # KMQ_REPLICA_LAG of the shard
+AWAY_S = 25.0  # on a busy machine; alone it takes 3
 # Not together with another fault, and of a whole shard: with a second disk what only they had would be gone, and Consul
 # cannot be restored while it is away.
 ALONE = {"wipe", "restore", "clone", "Consul restored", "Consul emptied"}
@@ -122,6 +127,7 @@ class Trial:
         print(dict(self.faults), {each.name: f"{len(each.wal)} records, {len(each.cuts)} cuts" for each in replicas})
         print(verdict)
         assert not verdict.counts, f"{verdict}\n{shard.tail()}"
+        assert not self.clients.wrong(), f"{self.clients.wrong()}\n{shard.tail()}"
 
     def _is_settled(self) -> bool:
         verdict = Verdict()
@@ -180,6 +186,7 @@ def trial(tmp_path: Path, seeded: random.Random, cleanup: ExitStack, strace: str
         yield Trial(shard, seeded, cleanup, strace)
 
 
+@pytest.mark.sampled(2, group="trials")
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_or_contradicts_itself_for_90_seconds(trial: Trial) -> None:
     while time.monotonic() < trial.began + 90:
@@ -195,6 +202,7 @@ def test_soak_nothing_is_lost_or_contradicts_itself(trial: Trial) -> None:
     trial.end()
 
 
+@pytest.mark.sampled(2, group="trials")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("cuts", [2, pytest.param(50, marks=pytest.mark.soak)])
 def test_nothing_acknowledged_is_lost_in_power_cuts_of_all_brokers(trial: Trial, cuts: int) -> None:
@@ -214,6 +222,7 @@ def test_each_fault_by_itself_is_survived(trial: Trial, fault: str, of_leader: b
     trial.end()
 
 
+@pytest.mark.sampled(2, group="trials")
 @pytest.mark.timeout(600)
 def test_rolling_restarts_and_some_faults_lose_nothing(trial: Trial) -> None:
     """CHAOS_SEED chooses the faults."""
@@ -244,3 +253,48 @@ def test_wiped_and_restored_disks_come_back_as_new_replicas(trial: Trial) -> Non
         trial.shard.restore(name)
         trial.heal(f"restore {name}")
     trial.end()
+
+
+@pytest.mark.sampled(2, group="trials")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["cut off", pytest.param("pause", marks=pytest.mark.soak)])
+def test_clients_of_a_leader_that_is_away_are_answered_elsewhere(
+    tmp_path: Path, cleanup: ExitStack, fault: str
+) -> None:
+    """The cut lasts longer than any of them waits. They know all addresses, and begin at the leader's."""
+    with open_shard(tmp_path / "shard") as shard, cleanup:
+        shard.network.add(101)
+        leader = shard.leader()
+        made = shard.brokers[leader].kmq("topics", "create", TOPIC_OF_DIRECT, "--partitions", "1")
+        assert made.returncode == 0, made.stderr
+        hosts = [f"{NET}.{BROKERS[name]}" for name in (leader, *shard.others(leader))]
+        argv = [*shard.network.inside(101), sys.executable, "-m", "chaos.cluster.direct", "150", *hosts]
+        path = f"{TESTS}{os.pathsep}{TESTS.parent}"
+        said = tmp_path / "answers"
+        with said.open("w") as out:
+            clients = subprocess.Popen(argv, stdout=out, env=os.environ | {"PYTHONPATH": path})
+        cleanup.callback(clients.wait)
+        cleanup.callback(clients.kill)
+
+        def answered_since(moment: float) -> set[str]:
+            rows = [line.split() for line in said.read_text().splitlines()]
+            return {row[0] for row in rows if len(row) == 2 and float(row[1]) > moment}
+
+        kinds = {"producer", "consumer", "kafka"}
+        shard.wait(lambda: answered_since(0.0) == kinds, f"an answer to each of {kinds}")
+        began = time.monotonic()
+        (shard.pause if fault == "pause" else shard.cut_off)(leader)
+        # Within TTL and lag nothing may be decided; the rest is the machine's.
+        awaited = (
+            {"producer", "consumer"} if fault == "pause" else kinds
+        )  # librdkafka asks a stopped broker for a minute
+        shard.wait(lambda: shard.register().leader != leader, "another leader")
+        elected = time.monotonic()
+        shard.wait(lambda: answered_since(elected) >= awaited, f"{awaited}", lambda: answered_since(elected))
+        print(
+            f"{fault}: elected after {elected - began:.1f} s, all were answered after {time.monotonic() - began:.1f} s"
+        )
+        assert time.monotonic() - began < TTL_S + LAG_S + AWAY_S, said.read_text()[-2000:]
+        shard.heal(fault)
+        shard.wait_whole()
+        assert shard.register().leader != leader
