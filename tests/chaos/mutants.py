@@ -1015,7 +1015,13 @@ MUTANTS = [
     ),
     Mutant(
         "a change in a gap comes before the topics that wait",
-        [("kmq/router/sorting.py", "self.make_topics()  # named by lines that are older than the change", "pass  # of lines")],
+        [
+            (
+                "kmq/router/sorting.py",
+                "self.make_topics()  # named by lines that are older than the change",
+                "pass  # of lines",
+            )
+        ],
         [RECORDS],
     ),
     Mutant(

@@ -36,7 +36,9 @@ def die(plan: Plan) -> None:
     """SIGKILL for the driver. Of its workers orphans may remain; this process then goes on as one."""
     driver, jvm = map(int, Path(plan["pids"]).read_text().split())
     if plan.get("orphans"):
-        daemon = psutil.Process(os.getppid())  # it would end them; another orphan may have killed it, then this is not it
+        daemon = psutil.Process(
+            os.getppid()
+        )  # it would end them; another orphan may have killed it, then this is not it
         victims = [daemon.pid] * ("pyspark.daemon" in daemon.cmdline()) + [jvm, driver]
     else:
         session_id = os.getsid(0)
