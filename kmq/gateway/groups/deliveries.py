@@ -3,18 +3,25 @@
 Example: a member gives back offset 7 of orders/0. `due` returns [7] once its row is due, `take` notes who has it, and
 after a commit of offset 8 by that member `done_by` returns [7].
 
-    given back      a row of the store (offset_table.NackRow): number of deliveries, and when the next one is due
-    in hand         delivered again to a member, which has neither committed the message nor given it back since
-    read            new messages that a member was given: all up to a position, unless they are committed
-    apart           was in hand when its reader died: it is delivered again as the only message that its reader has
-    doubted         was read when its reader died, and given to the program, as far as the client reports that. It is
-                    delivered again in a part of such messages, and the part is all that its reader has. If that reader
-                    dies, its part is divided by _PARTS, until each message is delivered apart. So a message that kills
-                    its reader is found in a few deaths, and what a killed client had buffered is not read one by one.
-    on the way      in an answer that is not known to have arrived, although a later answer was sent
-    overtaken       deleted by retention or truncation before the group had read it; each offset is counted once
-    done            the member has committed the position that came with the message, or just this message (offset + 1)
+A message that was shown to a group is in one of these states, for each group:
 
+    state        begins when                                 a commit past it      its reader dies
+    read         a member is given it, as a new message      done                  doubted, if the program got it; or new
+    given back   its reader gives it back (NackRow)          stays given back      stays given back
+    in hand      it is due, and delivered again              done                  apart
+    on the way   the next answer is sent, and nobody knows   given back            as it was before
+                 whether the one with this message arrived
+    doubted      its reader died (see Parts)                 done                  doubted, in smaller parts
+    apart        its reader died with it in hand             as in hand            apart, and this delivery counts
+
+    done         the member committed the position that came with the message, or just this message (offset + 1)
+    overtaken    deleted by retention or truncation before the group had read it; each offset is counted once
+
+Parts       Messages in doubt are those that a dead reader's program had, as far as its client reports that. They are
+            delivered again in a part of such messages, and the part is all that its reader has. If that reader dies,
+            its part is divided by _PARTS, until each message is delivered apart: as the only message that its reader
+            has. So a message that kills its reader is found in a few deaths, and what a killed client had buffered is
+            not read one by one.
 Invariant   A message that was given back is delivered before new ones, to one member at a time. Only a commit that came
             after its delivery makes it done, so an older commit of a higher offset does not remove it.
             A commit of a later answer never makes a message done that is on the way: it is delivered again.

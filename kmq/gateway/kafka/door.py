@@ -399,15 +399,13 @@ class Seekers:
                 wanted. A client whose topic does not exist waits for the topic.
     Memory      At most _MOST_SEEKERS; those that asked longest ago make room.
     Not covered A client that asks once: it gives up, or tries only the address that it was told. A client that shares
-    host
-                and client.id with another, for which the address is right. A program that does nothing but ask about
-                named topics, ten times a minute, is taken for misdirected.
+                host and client.id with another, for which the address is right. A program that does nothing but ask
+                about named topics, ten times a minute, is taken for misdirected.
     """
 
     def __init__(self, cluster: Cluster, log: Logger) -> None:
         self._cluster, self._log = cluster, log
-        # host, client.id, whether it has asked for more than topics → times of its requests; the latest client stands
-        # last
+        # host, client.id, whether it has asked for more than topics → times of its requests; the latest is last
         self._looks: dict[tuple[str, str, bool], deque[float]] = {}
         self._told, self._logged_at = "", -_LOOKS_S
 
