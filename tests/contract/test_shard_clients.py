@@ -45,6 +45,15 @@ class Whole(Brokers):
                 return response.json()
         return None
 
+    def await_members(self, group):
+        """Until all brokers have the members of the group: they are written while the members are answered."""
+        for name in BROKERS:
+            logs = self.root / name / "data" / "topics" / "__consumer_offsets"
+            until(
+                lambda logs=logs: any(b"%b..0|" % group.encode() in log.read_bytes() for log in logs.rglob("*.log")),
+                f"the members of {group} at {name}",
+            )
+
 
 @pytest.fixture
 def shard(consul, tmp_path):
@@ -89,6 +98,7 @@ def test_a_killed_leader_costs_producer_and_group_nothing(shard):
         leader = shard.leader()
         other = next(name for name in BROKERS if name != leader)
         old = shard.join(other, "h")
+        shard.await_members("h")
         shard.kill(leader)
         before = len(acked)
         until(lambda: len(acked) > before + 50, "messages of the next leader")

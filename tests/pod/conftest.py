@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import play as player  # noqa: E402
 
 Play = Callable[..., player.Pod]
+SETUP_S = 1800.0  # packages come from a registry that may be slow
 
 
 def pytest_report_header() -> list[str]:
@@ -29,15 +30,24 @@ def unable(why: str) -> None:
     pytest.skip(why)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test has to wait for podman and the image: minutes on a fresh machine, which are not the test's."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(300, func_only=True))
+
+
 @pytest.fixture(scope="session")
 def image() -> str:
     """The image of this checkout, as `make image` builds it."""
-    setup = subprocess.run([ROOT / "scripts" / "pod-setup"], capture_output=True, text=True)
+    setup = subprocess.run([ROOT / "scripts" / "pod-setup"], capture_output=True, text=True, timeout=SETUP_S)
     if setup.returncode == os.EX_CONFIG:
         unable(setup.stderr.strip())
     assert setup.returncode == 0, setup.stderr
     env = os.environ | dict(pair.split("=", 1) for pair in setup.stdout.split()[1:])
-    built = subprocess.run([ROOT / "scripts" / "image", "broker"], env=env, capture_output=True, text=True)
+    built = subprocess.run(
+        [ROOT / "scripts" / "image", "broker"], env=env, capture_output=True, text=True, timeout=SETUP_S
+    )
     assert built.returncode == 0, built.stderr
     return built.stdout.strip()
 
