@@ -13,9 +13,6 @@ TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would
 if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
     from kmq.client.consumer import Consumer as Consumer
     from kmq.client.consumer_aio import AsyncConsumer as AsyncConsumer
-    from kmq.client.failures import Fenced as Fenced
-    from kmq.client.failures import NotAnswered as NotAnswered
-    from kmq.client.failures import Refused as Refused
     from kmq.client.handling import Backoff as Backoff
     from kmq.client.handling import Permanent as Permanent
     from kmq.client.producer import Delivery as Delivery
@@ -27,6 +24,9 @@ if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
     from kmq.message.message import Message as Message
     from kmq.message.text import decode_bytes as decode_bytes
     from kmq.message.text import decode_payload as decode_payload
+    from kmq.sending.failures import Fenced as Fenced
+    from kmq.sending.failures import NotAnswered as NotAnswered
+    from kmq.sending.failures import Refused as Refused
     from kmq.wire.requests import TopicPartition as TopicPartition
 
 __version__ = "0.2.0"  # written here only: pyproject.toml reads it, a test compares the manifests
@@ -39,13 +39,13 @@ _EXPORTS = {
     "BroadcastQueue": "kmq.cluster.queue",
     "Consumer": "kmq.client.consumer",
     "Delivery": "kmq.client.producer",
-    "Fenced": "kmq.client.failures",
+    "Fenced": "kmq.sending.failures",
     "KmqError": "kmq.errors",
     "Message": "kmq.message.message",
-    "NotAnswered": "kmq.client.failures",
+    "NotAnswered": "kmq.sending.failures",
     "Permanent": "kmq.client.handling",
     "Producer": "kmq.client.producer",
-    "Refused": "kmq.client.failures",
+    "Refused": "kmq.sending.failures",
     "TopicPartition": "kmq.wire.requests",
     "decode_bytes": "kmq.message.text",
     "decode_payload": "kmq.message.text",

@@ -39,7 +39,7 @@ from kmq.log.reader import wal
 
 if TYPE_CHECKING:
     from kmq.client.consumer_options import ConsumerChoices
-    from kmq.client.delivery import Choices
+    from kmq.client.options import Choices
 
 _START_S = 30.0  # a broker is up in about a second; this is for a busy machine
 _POLL_S = 0.01

@@ -19,11 +19,11 @@ import typer
 from kmq.cli.elsewhere import elsewhere, unknown_topic
 from kmq.cli.output import examples, grouped
 from kmq.client.consumer_options import logger, to_topic
-from kmq.client.failures import Refused
 from kmq.client.lines import STALL_S, say
 from kmq.config import terminal
 from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.sending.failures import Refused
 from kmq.wire.refusals import RETRYABLE
 
 if TYPE_CHECKING:

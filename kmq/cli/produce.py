@@ -21,12 +21,14 @@ from kmq.config.settings import Settings, load
 from kmq.config.values import KIB
 from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.message import record
-from kmq.message.text import format_headers, format_message, make_routing_key, request_line
+from kmq.message.text import format_headers, format_message, make_routing_key
+from kmq.sending.protocol import ERR, format_hello, read_greeting
 from kmq.wire import refusals
 
 if TYPE_CHECKING:
-    from kmq.client.delivery import Choices, Delivery
+    from kmq.client.options import Choices
     from kmq.client.producer import Producer
+    from kmq.sending.delivery import Delivery
 
 _ASK_S = 1.0  # longest wait for the reply of ingress
 _REPLY_S = 60.0  # longest wait for replies without --timeout
@@ -322,7 +324,7 @@ def _store(blocks: Iterable[list[bytes]], sender: "Producer", stored: StoredTota
 
     `is_numbered`: the ids are line numbers, so the last id tells how many lines were sent under this name before.
     """
-    from kmq.client.failures import NotAnswered
+    from kmq.sending.failures import NotAnswered
 
     try:
         with sender:
@@ -433,17 +435,16 @@ def _of_greeting(settings: Settings) -> str:
     try:
         port = read_port(settings, "ingress", settings.port)
         where = f"{settings.host}:{port}"
-        token = f"token={tokens.local(settings)}" if settings.tokens else ""
+        token = tokens.local(settings) if settings.tokens else ""
         with socket.create_connection((settings.host, port), timeout=_ASK_S) as sock:
-            sock.sendall(request_line("!hello", "acks=1", token))
-            reply = sock.recv(4096).decode(errors="replace").strip()
+            sock.sendall(format_hello(token=token))
+            verb, refusal = read_greeting(sock.recv(4096))
     except TimeoutError:
         return f"{where} does not answer: the disk there may be full, or a stage stopped; see kmq status there"
     except (OSError, KmqError) as err:
         return no_connection(where, err)
-    verb, _, refusal = reply.partition(" ")
-    if verb == "!err":
-        return f"it refuses messages: {refusal.removeprefix('0 ')}"
+    if verb == ERR:
+        return f"it refuses messages: {refusal}"
     return "it is up, but slow, or one of its stages is stopped; see kmq status there"
 
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kmq.client.failures import Refused
 from kmq.client.lines import no_connection, read_port
 from kmq.client.producer_core import ProducerCore
 from kmq.config.settings import Settings, load
 from kmq.config.values import KIB
 from kmq.errors import ConfigError, KmqError, RetryError, quotation
+from kmq.sending.failures import Refused
 
 CONNECT_S = 5.0  # to connect and be greeted
 BACKOFF_S = (0.01, 0.5)  # wait between attempts: starts at the first value, doubles up to the second

@@ -43,13 +43,13 @@ from kmq.client.connection import (
 from kmq.client.consumer_calls import LEAVE_S, SLICE_S, ConsumerCalls, Mover, Offsets, OnPlaces, Result, at_once
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, logger
 from kmq.client.consumer_protocol import ConsumerCore
-from kmq.client.delivery import document
-from kmq.client.failures import NotAnswered, choose
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
+from kmq.client.options import choose, document
 from kmq.client.producer import Producer
 from kmq.client.runner import Stop, local_producer, makes_producers, run_handler
 from kmq.config.values import KIB
 from kmq.message.message import Message
+from kmq.sending.failures import NotAnswered
 from kmq.wire.replies import Nacked
 from kmq.wire.requests import TopicPartition
 

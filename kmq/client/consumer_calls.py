@@ -22,12 +22,12 @@ from kmq.client.connection import CONNECT_S, Address, ServerAddress, open_socket
 from kmq.client.consumer_options import Start, logger, to_place, to_position, to_topic
 from kmq.client.consumer_protocol import ConsumerCore, Phase
 from kmq.client.consumer_state import Chunk, Kind, Owned, PartitionEvent, Pending
-from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.client.lines import no_connection
 from kmq.config.values import KIB
 from kmq.errors import ConfigError, KmqError
 from kmq.message.message import Message
 from kmq.message.text import whole_number, wrong_type
+from kmq.sending.failures import Fenced, NotAnswered, Refused
 from kmq.wire.refusals import find
 from kmq.wire.replies import Failed, Nacked, PartitionOffsets, Started, reply
 from kmq.wire.requests import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypedDict
 
-from kmq.client.delivery import check_token, option
+from kmq.client.options import check_token, option
 from kmq.config.values import MIB
 from kmq.errors import ConfigError
 from kmq.message.record import NO_PARTITION, is_topic_name

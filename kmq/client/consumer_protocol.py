@@ -59,9 +59,9 @@ from kmq.client.consumer_state import (
     opening_of,
     split,
 )
-from kmq.client.failures import ANSWER_S, ELSEWHERE_S, Fenced, NotAnswered, Refused
 from kmq.client.lines import STALL_S
 from kmq.errors import KmqError
+from kmq.sending.failures import ANSWER_S, ELSEWHERE_S, Fenced, NotAnswered, Refused
 from kmq.wire import replies
 from kmq.wire import requests as lines
 from kmq.wire.attempts import Attempt

@@ -17,9 +17,9 @@ from enum import Enum
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from kmq.client.failures import Fenced
 from kmq.errors import KmqError
 from kmq.message.message import Message, RedeliveredMessage, each_message
+from kmq.sending.failures import Fenced
 from kmq.wire import replies
 from kmq.wire.requests import MAX_REPLY, MAX_REQUEST, Assign, BadLine, Commit, Fetch, Group, Position, TopicPartition
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 from kmq.config.settings import Settings
 from kmq.config.values import MIB
 from kmq.errors import ConfigError, KmqError, RetryError
-from kmq.message.text import request_line
+from kmq.sending.protocol import OK, format_hello, read_greeting
 from kmq.wire.refusals import RETRYABLE
 
 STALL_S = 2.0  # how long nothing moves before the terminal says why
@@ -75,18 +75,17 @@ class LineSender:
         if not self._token:
             return sock
         try:
-            sock.sendall(request_line("!hello", "acks=0", f"token={self._token}"))
-            reply = sock.recv(4096).decode(errors="replace").strip()
+            sock.sendall(format_hello(acks=0, token=self._token))
+            verb, refusal = read_greeting(sock.recv(4096))
         except TimeoutError:
             sock.close()
             raise
         except OSError as err:
             sock.close()
             raise RetryError(f"the broker closed the connection: {err.strerror or err}") from err
-        if reply.startswith("!ok"):
+        if verb == OK:
             return sock
         sock.close()
-        refusal = reply.removeprefix("!err 0 ")
         if refusal.partition(" ")[0] not in RETRYABLE:
             raise KmqError(f"the broker refused the connection: {refusal}")
         if self._tick_s is None:

@@ -25,12 +25,13 @@ from collections.abc import Callable, Iterable
 from typing import Unpack
 
 from kmq.client.connection import Address, Channel, Greeted, address_of, backoff, dial, local_address, logger
-from kmq.client.delivery import Choices, Options, document, in_parts
-from kmq.client.delivery import Delivery as CoreDelivery
-from kmq.client.failures import NotAnswered, choose
+from kmq.client.options import Choices, Options, choose, document
 from kmq.client.producer_core import Overdue, ProducerCore, as_list
 from kmq.errors import KmqError
 from kmq.message.text import Headers, as_bytes, make_routing_key
+from kmq.sending.delivery import Delivery as CoreDelivery
+from kmq.sending.delivery import in_parts
+from kmq.sending.failures import NotAnswered
 
 
 class Delivery(CoreDelivery):
@@ -54,7 +55,7 @@ class Delivery(CoreDelivery):
 
 
 class Producer:
-    """Sends acknowledged messages. `options` are the fields of Options (kmq/client/delivery.py)."""
+    """Sends acknowledged messages. `options` are the fields of Options (kmq/client/options.py)."""
 
     def __init__(
         self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]

@@ -27,16 +27,17 @@ from kmq.client.connection import (
     local_address,
     logger,
 )
-from kmq.client.delivery import Choices, Delivery, Options, document, in_parts
-from kmq.client.failures import NotAnswered, Refused, choose
 from kmq.client.lines import no_connection
+from kmq.client.options import Choices, Options, choose, document
 from kmq.client.producer_core import Outgoing, Overdue, ProducerCore, as_list
 from kmq.errors import KmqError
 from kmq.message.text import Headers, make_routing_key
+from kmq.sending.delivery import Delivery, in_parts
+from kmq.sending.failures import NotAnswered, Refused
 
 
 class AsyncProducer:
-    """Sends acknowledged messages. `options` are the fields of Options (kmq/client/delivery.py)."""
+    """Sends acknowledged messages. `options` are the fields of Options (kmq/client/options.py)."""
 
     def __init__(
         self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]

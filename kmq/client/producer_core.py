@@ -3,10 +3,6 @@
     add → queue → take → flying → receive → done            (kmq.Producer and kmq.AsyncProducer move the bytes)
             ↑_______ lost ________|
 
-    delivery.py   the options of a producer; a message on its way, and its outcome
-    window.py     messages without an outcome, and their pacing
-    failures.py   why a message was not stored
-
 Invariant   Messages always leave in the order in which they were added. A message without a reply is kept: `lost` puts
             all messages in flight back in front of the queue, with the same ids. The next connection sends them again,
             and the broker replies `!dup` to those it had stored. Every message gets exactly one outcome: a seq, or an
@@ -20,10 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from secrets import token_hex
 
-from kmq.client.delivery import Delivery, Options
-from kmq.client.failures import ELSEWHERE_S, Fenced, Refused, refused_message
-from kmq.client.window import SendWindow
-from kmq.config.values import KIB, MIB
+from kmq.client.options import Options
+from kmq.config.values import MIB
 from kmq.errors import EXIT_CONFIG, KmqError
 from kmq.message.ids import MADE_UP, MAX_ID_DIGITS
 from kmq.message.text import (
@@ -35,10 +29,13 @@ from kmq.message.text import (
     format_many,
     format_text,
     make_id,
-    request_line,
     seconds,
     wrong_type,
 )
+from kmq.sending.delivery import Delivery
+from kmq.sending.failures import ELSEWHERE_S, Fenced, Refused, refused_message
+from kmq.sending.protocol import ERR, MOST_REPLY, OK, Replies, check_unfinished, format_hello, read_greeting, read_last
+from kmq.sending.window import SendWindow
 from kmq.wire.attempts import Attempt
 from kmq.wire.refusals import RETRYABLE
 
@@ -66,7 +63,13 @@ class ProducerCore:
         self.options = options
         self.routing_keys = RoutingKeys()
         self.ids = Ids(options)
-        self.window = SendWindow(options)
+        self.window = SendWindow(
+            max_in_flight=options.max_in_flight,
+            max_in_flight_bytes=options.max_in_flight_bytes,
+            linger_ms=options.linger_ms,
+            batch_bytes=options.batch_bytes,
+            delivery_timeout_s=options.delivery_timeout_s,
+        )
         self.connections = self.duplicates = 0  # connections made; messages that the broker had stored already
         self.max_line = MIB  # maximum bytes of a line that the broker accepts
         self.failed: KmqError | None = None  # why the producer has ended
@@ -74,7 +77,7 @@ class ProducerCore:
         self._away_reason = "not connected yet"  # why the last connection ended; "": it has answered since
         self._replied_at = 0.0  # when the last reply came on this connection, or its greeting
         self.has_others = False  # this client has other addresses besides that of this connection
-        self._replies = ConnectionReplies()  # of this connection
+        self._replies = Replies()  # of this connection
         self._attempt: Attempt | None = Attempt(token_hex(8), 0)  # the last one; None: the broker is too old for it
 
     @property
@@ -145,30 +148,33 @@ class ProducerCore:
 
         The line may be delayed and arrive after that of a later connection. So it carries the number of the attempt.
         """
-        options = self.options
+        options, ids = self.options, self.ids
         self._attempt = self._attempt and self._attempt.next()
-        return format_hello(self.ids, options.window, options.token or token, options.reserved, self._attempt, epoch)
+        sender = (f"producer={ids.name}", f"attempt={self._attempt}" if self._attempt else "") if ids.name else ()
+        scope = f"window={options.window}" if options.window else ""
+        words = (*sender, scope, "last=?" * ids.asks_last, "reserved=1" * options.reserved)
+        return format_hello(*words, epoch=epoch, token=options.token or token)
 
     def is_greeting(self, data: bytes) -> bool:
         """Return True if `data` is all of the reply to hello: a line `!last` may follow `!ok`. Raises Refused."""
         check_unfinished(data.rpartition(b"\n")[2])
         has_more = self.ids.asks_last and data.startswith(b"!ok")
-        return len(data) > 2 * _MOST_REPLY or (data.endswith(b"\n") and data.count(b"\n") > has_more)
+        return len(data) > 2 * MOST_REPLY or (data.endswith(b"\n") and data.count(b"\n") > has_more)
 
     def greeted(self, data: bytes) -> None:
         """Accept the reply to hello. Raises Refused if the broker refuses, and sets `failed` if a retry is useless."""
         line, _, more = data.partition(b"\n")
-        verb, _, rest = line.decode(errors="replace").strip().partition(" ")
-        if verb == "!err":
-            self._refused_connection(Refused(rest.removeprefix("0 ")))
-        elif verb != "!ok":
+        verb, rest = read_greeting(line)
+        if verb == ERR:
+            self._refused_connection(Refused(rest))
+        elif verb != OK:
             raise Refused(f"not_kmq it answers {line[:100]!r} to !hello")
         if self.ids.asks_last:
             last = read_last(more, self.ids.name)
             self.window.raise_ids(last)
             self.ids.resume(last)
         self._away_reason = self._away_reason if self.connections else ""
-        self._away_since, self._replies, self._replied_at = None, ConnectionReplies(), time.monotonic()
+        self._away_since, self._replies, self._replied_at = None, Replies(), time.monotonic()
         self.connections += 1
         name, _, value = rest.partition("=")
         if name == "max_line" and value.isdecimal():
@@ -217,14 +223,13 @@ class ProducerCore:
         for line in replies.split(data):
             answered = replies.answered
             try:
-                verb, number, text = line.split(b" ", 2)
-                count = replies.count_to(int(number))
+                verb, count, text = replies.parse(line)
                 if verb == b"!ack":
                     self.window.stored(count, int(text) - count + 1)
                 elif count == 1:
                     self._received_one(verb, text)
                 else:
-                    raise ValueError(number)
+                    raise ValueError(count)
             except (ValueError, IndexError):
                 raise Refused(f"protocol the broker says {line[:100]!r} after {answered} replies") from None
             self._away_reason = ""
@@ -244,8 +249,7 @@ class ProducerCore:
         delivery = self.window.flying[0]
         self.duplicates += 1
         if delivery.may_be_stored or not self.ids.are_made:
-            delivery.repeated(seq)
-            self.window.stored(1, seq)
+            self.window.stored_before(seq)
         else:
             line = delivery.line(delivery.answered)
             reason = f"id_reused seq {seq} has this id already: it was used before this producer began"
@@ -405,73 +409,3 @@ class Ids:
         made = self.last if self.is_provisional else self._provisional
         self._next = max(self._next, last + made + 1)
         self.asks_last = self.is_provisional = False
-
-
-# --- lines -----------------------------------------------------------------------------------------------------------
-# The lines of the acknowledged protocol besides messages, as a client writes and reads them.
-#
-#     !hello acks=1 [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [reserved=1] [epoch=<n>]
-#            [token=<token>]
-#     !ok max_line=<bytes>       or  !err 0 <code> <text>                            the reply to this first line
-#     !last <id>                                                                     after !ok, if last=? was asked
-#     !ack <n> <seq>   !dup <n> <seq>   !err <n> <code> <text>                       replies to messages, n counted from 1
-#
-# kmq/ingress/hello.py reads the first line, kmq/framing/parser.py makes the last.
-
-
-def format_hello(
-    ids: Ids,
-    window: str,
-    token: str,
-    reserved: bool = False,
-    attempt: Attempt | None = None,
-    epoch: int | None = None,
-) -> bytes:
-    """Return the first line of a connection. `reserved`: it writes to topics of KMQ itself."""
-    who = (f"producer={ids.name}", f"attempt={attempt}" if attempt else "") if ids.name else ()
-    scope = f"window={window}" if window else ""
-    own = "reserved=1" * reserved, f"epoch={epoch}" if epoch is not None else ""
-    options = "last=?" * ids.asks_last, *own, f"token={token}" if token else ""
-    return request_line("!hello", "acks=1", *who, scope, *options)
-
-
-def read_last(line: bytes, name: str) -> int:
-    """Return the last id that the broker knows of producer `name`; 0 if it knows none. Raises Refused."""
-    verb, _, id = line.strip().partition(b" ")
-    if verb != b"!last" or not id.isdigit():
-        raise Refused(f"protocol the broker says {line[:100]!r} where the last id of {name} was asked for")
-    return int(id)
-
-
-_MOST_REPLY = 64 * KIB  # longest line of a broker, in bytes
-
-
-def check_unfinished(line: bytes) -> None:
-    """Raise Refused if this part of a line is longer than any line of a broker."""
-    if len(line) > _MOST_REPLY:
-        raise Refused(f"protocol the broker sent {len(line):,} bytes without a newline, beginning with {line[:20]!r}")
-
-
-class ConnectionReplies:
-    """The replies on one connection."""
-
-    __slots__ = ("_unfinished", "answered", "refusing")
-
-    def __init__(self) -> None:
-        self.answered = 0  # messages on this connection
-        self.refusing = ""  # why all further messages of this connection are refused; "": they are not
-        self._unfinished = b""
-
-    def split(self, data: bytes) -> list[bytes]:
-        """Return the whole lines received so far; an unfinished line is kept for the next call. Raises Refused."""
-        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-        check_unfinished(self._unfinished)
-        return lines
-
-    def count_to(self, number: int) -> int:
-        """Return how many messages a reply to the `number`th answers. Raises ValueError if all of them had replies."""
-        count = number - self.answered
-        if count < 1:
-            raise ValueError(number)
-        self.answered = number
-        return count

@@ -26,13 +26,13 @@ from typing import Protocol
 from kmq.client.connection import read_hosts
 from kmq.client.consumer_calls import ConsumerCalls
 from kmq.client.consumer_options import PORT, ConsumerOptions, logger
-from kmq.client.failures import Refused
 from kmq.client.handling import Attempts, Held, Rules
 from kmq.client.producer import Producer
 from kmq.errors import KmqError
 from kmq.message.ids import NAME_PATTERN
 from kmq.message.letters import Failure, format_letter
 from kmq.message.message import Message
+from kmq.sending.failures import Refused
 from kmq.wire.requests import TopicPartition
 
 

@@ -66,7 +66,7 @@ from kmq.shipping.finding import (
 from kmq.shipping.state import ShipState, load_state, locked, naming, save_state
 
 if TYPE_CHECKING:
-    from kmq.client.delivery import Choices
+    from kmq.client.options import Choices
     from kmq.client.producer import Producer
 
 _LOOK_S = 0.25  # between two looks at the files; longer if a look takes long
@@ -229,7 +229,7 @@ def _settle(work: Shipment, last_id: int) -> None:
 @contextmanager
 def _connected(work: Shipment) -> "Iterator[Producer | None]":
     """Yield a producer as soon as the broker answers. Yield None if told to stop before that."""
-    from kmq.client.failures import NotAnswered
+    from kmq.sending.failures import NotAnswered
 
     with contextlib.ExitStack() as stack:
         producer, answered = None, False
@@ -382,7 +382,7 @@ def _note(work: Shipment, path: str, inode: int, what: str) -> None:
 
 def _send(work: Shipment, producer: "Producer", lines: bytes) -> bool:
     """Send a round and wait until it is stored. Return False if told to stop before that. Raises KmqError."""
-    from kmq.client.failures import NotAnswered, Refused
+    from kmq.sending.failures import NotAnswered, Refused
 
     delivery = producer.send_lines(lines)
     while not delivery.done:

@@ -82,7 +82,7 @@ class Access:
         Raises ConfigError.
         """
         if token := options.get("kmq.token", ""):
-            from kmq.client.delivery import check_token  # here: most brokers require none
+            from kmq.client.options import check_token  # here: most brokers require none
 
             check_token(token, "kmq.token")
         return cls(

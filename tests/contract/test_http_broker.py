@@ -20,7 +20,6 @@ from fake_logger import FakeLogger
 from waiting import attempts
 
 from kmq.broker.stats import peek
-from kmq.client.failures import Fenced
 from kmq.client.producer import Producer
 from kmq.config.settings import load
 from kmq.errors import BusyError
@@ -31,6 +30,7 @@ from kmq.gateway.core.producing import NewMessage
 from kmq.log import compaction, passes, reader, topic_changes
 from kmq.message.message import Message
 from kmq.message.text import decode_payload
+from kmq.sending.failures import Fenced
 
 TOPICS = "/api/admin/topics"
 SMALL = {

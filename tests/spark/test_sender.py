@@ -8,8 +8,8 @@ import fixed_port
 import pytest
 from fixed_port import payloads, routed
 
-from kmq.client.delivery import Delivery
 from kmq.errors import RetryError
+from kmq.sending.delivery import Delivery
 from kmq.spark.sink import sender as senders
 from kmq.spark.sink.targets import WriteOptions
 

@@ -8,8 +8,8 @@ from pages import text
 
 import kmq
 from kmq.client.consumer_options import ConsumerOptions
-from kmq.client.delivery import Options, help_text, table_of
-from kmq.client.failures import refused_message
+from kmq.client.options import Options, help_text, table_of
+from kmq.sending.failures import refused_message
 
 
 def test_the_package_lists_what_it_has_without_importing_it():

@@ -9,9 +9,9 @@ from consumer_peer import EU, US, Peer, Session
 from kmq.client.consumer_options import ConsumerOptions
 from kmq.client.consumer_protocol import ConsumerCore, Phase
 from kmq.client.consumer_state import Kind
-from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.errors import ConfigError
 from kmq.gateway.groups.protocol import GroupLimits
+from kmq.sending.failures import Fenced, NotAnswered, Refused
 from kmq.wire import requests as lines
 from kmq.wire.requests import MAX_REQUEST, TopicPartition
 

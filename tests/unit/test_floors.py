@@ -49,7 +49,7 @@ FLOORS = [
     ["kmq.ingress", "kmq.framing", "kmq.router", "kmq.repair", "kmq.deadletters", "kmq.replica"],
     ["kmq.broker"],
     ["kmq.client kmq", "kmq.log"],
-    ["kmq.links", "kmq.cluster", "kmq.access"],
+    ["kmq.links", "kmq.cluster", "kmq.access", "kmq.sending"],
     ["kmq.config"],
     ["kmq.wire", "kmq.files"],
     ["kmq.message"],

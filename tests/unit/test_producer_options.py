@@ -2,7 +2,7 @@
 
 from typing import get_type_hints
 
-from kmq.client.delivery import Choices, Options
+from kmq.client.options import Choices, Options
 
 
 def test_a_producers_options_are_written_once_in_effect():

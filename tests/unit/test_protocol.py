@@ -7,13 +7,14 @@ import time
 
 import pytest
 
-from kmq.client.delivery import Delivery, Options
-from kmq.client.failures import Fenced, NotAnswered, Refused
+from kmq.client.options import Options
 from kmq.client.producer_core import ProducerCore
 from kmq.errors import ConfigError
 from kmq.ingress import hello
 from kmq.message import record
 from kmq.message import text as message_text
+from kmq.sending.delivery import Delivery
+from kmq.sending.failures import Fenced, NotAnswered, Refused
 
 
 def make(**options):

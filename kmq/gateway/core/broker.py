@@ -11,9 +11,9 @@ from kmq.broker.concerns import Finding
 from kmq.broker.door import known_shard
 from kmq.broker.health import LIFELESS, Verdict, judge, state_of
 from kmq.broker.stats import REPLICA, Row, StatsPage
-from kmq.client.failures import NotAnswered, Refused
 from kmq.config.settings import STAGES, Settings
 from kmq.errors import KmqError
+from kmq.sending.failures import NotAnswered, Refused
 from kmq.wire import refusals
 from kmq.wire.refusals import Refusal
 

@@ -18,8 +18,6 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import NamedTuple
 
-from kmq.client.delivery import Delivery
-from kmq.client.failures import Fenced, NotAnswered
 from kmq.client.producer_aio import AsyncProducer
 from kmq.client.producer_core import Outgoing
 from kmq.config.settings import Settings
@@ -34,6 +32,8 @@ from kmq.message import record
 from kmq.message.ids import MAX_NAME
 from kmq.message.message import Message
 from kmq.message.text import Headers, make_routing_key
+from kmq.sending.delivery import Delivery
+from kmq.sending.failures import Fenced, NotAnswered
 
 ANSWER_S = 5.0  # longest wait for ingress' replies
 ROUTED_S = 5.0  # longest wait for the router after that

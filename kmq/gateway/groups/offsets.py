@@ -40,8 +40,7 @@ from typing import NamedTuple
 
 from kmq.broker import stats
 from kmq.broker.clock import AgeClock
-from kmq.client.delivery import Delivery, Options
-from kmq.client.failures import NotAnswered, Refused
+from kmq.client.options import Options
 from kmq.client.producer_aio import ProducerLink
 from kmq.client.producer_core import ProducerCore
 from kmq.config.settings import Settings
@@ -72,6 +71,8 @@ from kmq.log.partition import directory_of
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.message.text import format_text
+from kmq.sending.delivery import Delivery
+from kmq.sending.failures import NotAnswered, Refused
 
 # --- connection to ingress -------------------------------------------------------------------------------------------
 

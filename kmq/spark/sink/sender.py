@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.client.producer import Delivery
 from kmq.config.values import MIB
 from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
@@ -38,6 +37,7 @@ from kmq.message import record, routing
 from kmq.message.ids import MAX_NAME, PRINTS
 from kmq.message.routing import Topic
 from kmq.message.text import decode_payload
+from kmq.sending.failures import Fenced, NotAnswered, Refused
 from kmq.spark.sink.targets import AGAIN, TRUST, WriteOptions, check, producer
 from kmq.spark.source.brokers import Broker
 

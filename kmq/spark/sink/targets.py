@@ -25,7 +25,7 @@ from kmq.client.connection import local_address
 from kmq.client.producer import Producer
 from kmq.errors import ConfigError, RetryError, quotation
 from kmq.message.ids import NAME_PATTERN
-from kmq.message.text import request_line
+from kmq.sending.protocol import ERR, format_hello, read_greeting
 from kmq.spark.connections import TIMEOUT_S, TLS_OPTIONS, Access, ShardDoors, Tls, check_options, duration, tls_of
 from kmq.spark.paths import local_path
 from kmq.spark.source.brokers import Broker, Directory, open_broker, recognised
@@ -172,15 +172,14 @@ def check(address: Address, access: Access, is_host_sure: bool = False) -> None:
         return
     if reply.startswith(_ALERT) or (not reply and not address.is_tls and _speaks_tls(address)):
         raise ConfigError(f"{address}: it speaks TLS only; write {_TLS}{address}")
-    verb, _, refusal = reply.decode(errors="replace").strip().partition(" ")
-    refusal = refusal.removeprefix("0 ")
-    if verb == "!err" and refusal.partition(" ")[0] not in RETRYABLE:
+    verb, refusal = read_greeting(reply)
+    if verb == ERR and refusal.partition(" ")[0] not in RETRYABLE:
         raise ConfigError(f"{address}: the broker refuses the connection: {refusal}; option kmq.token")
 
 
 def _greeting(address: Address, access: Access) -> bytes:
     """Return the broker's reply to hello; b"" if it only closes the connection."""
-    hello = request_line("!hello", "acks=0", f"token={access.token}" if access.token else "")
+    hello = format_hello(acks=0, token=access.token)
     context = (access.tls or Tls()).context() if address.is_tls else None
     reply = b""
     with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
@@ -227,7 +226,7 @@ def _shard_at(address: Address, access: Access) -> tuple[str, list[str]]:
     """Return (lineage, addresses) of the shard at an address; ("", []) without a shard, or if the broker does not
     reply.
     """
-    hello = request_line("!hello", "acks=0", "shard=?", f"token={access.token}" if access.token else "")
+    hello = format_hello("shard=?", acks=0, token=access.token)
     context, said = (access.tls or Tls()).context() if address.is_tls else None, b""
     with contextlib.suppress(OSError):
         said = _reply(address, hello, context, lines=2)

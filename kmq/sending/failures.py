@@ -1,16 +1,7 @@
 """Why a message was not stored, as a producer raises it: the broker refused it, or did not reply in time."""
 
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from inspect import Parameter, signature
-from typing import TypeVar
-
 from kmq.errors import KmqError, RetryError
 from kmq.wire import refusals
-
-T = TypeVar("T")
-
-_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 ANSWER_S = 30.0  # longest time for a reply; a connection that takes longer is replaced
 # The same for a client with several addresses: a broker that hangs, or is cut off, keeps its connections and does not
@@ -42,18 +33,6 @@ class NotAnswered(RetryError, TimeoutError):
     """No reply came in time: the message may or may not be stored. It is safe to send it again with the same id."""
 
 
-def choose(call: Callable[..., object], options: Callable[..., T], given: Mapping[str, object]) -> T:
-    """Return the options that a call was given. Raises TypeError that names the call, not what is inside it."""
-    own = [name for name, each in signature(call).parameters.items() if each.kind in _NAMED]
-    known = [*signature(options).parameters, *own]
-    for name in given:
-        if name not in known:
-            like = get_close_matches(name, known, 1)
-            advice = f"did you mean {like[0]!r}?" if like else f"it has {', '.join(known)}"
-            raise TypeError(f"{call.__qualname__}() has no parameter {name!r}; {advice}")
-    return options(**given)
-
-
 _ADVICE = {
     "id_reused": "id {id} was stored before, as seq {rest}, with other content, so this is no retry;"
     " give this message an id above the last one",
@@ -71,4 +50,4 @@ def refused_message(reason: str, line: bytes) -> Refused:
     return Refused(reason, line)
 
 
-__all__ = ["Fenced", "NotAnswered", "Refused", "choose", "refused_message"]
+__all__ = ["Fenced", "NotAnswered", "Refused", "refused_message"]

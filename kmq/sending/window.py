@@ -3,11 +3,11 @@
 from collections import deque
 from time import monotonic
 
-from kmq.client.delivery import Delivery, Options, Part
-from kmq.client.failures import NotAnswered, Refused
 from kmq.config.values import KIB
 from kmq.errors import KmqError
 from kmq.message.text import renumber
+from kmq.sending.delivery import Delivery, Part
+from kmq.sending.failures import NotAnswered, Refused
 
 _MAX_UNSEEN = 1000  # failed messages kept until an error of one of them is shown
 CHUNK_BYTES = 256 * KIB  # of one write: as much as ingress receives at once
@@ -21,7 +21,16 @@ class SendWindow:
     Memory      At most max_in_flight messages and max_in_flight_bytes, plus the one message or list that filled it.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(
+        self,
+        *,
+        max_in_flight: int,
+        max_in_flight_bytes: int,
+        linger_ms: float | None = 0,
+        batch_bytes: int = 1,
+        delivery_timeout_s: float | None = None,
+    ) -> None:
+        """The arguments are options of a producer (kmq/client/options.py)."""
         self.unanswered = self.bytes = 0  # messages, and the bytes they hold
         self.queued_bytes = 0
         self.queue: deque[Delivery] = deque()  # not yet written
@@ -30,11 +39,11 @@ class SendWindow:
         self._unseen: list[Delivery] = []  # failed, and their errors were not shown yet
         self.hurry = False  # a caller waits: write queued messages now
         self.filling = False  # the window was full: write the next group when it is full again, or on `hurry`
-        self._gathers = options.linger_ms is None
-        self._linger_s = (options.linger_ms or 0) / 1000
-        self._batch_bytes = options.batch_bytes
-        self._max_messages, self._max_bytes = options.max_in_flight, options.max_in_flight_bytes
-        self._expiry_s = options.delivery_timeout_s
+        self._gathers = linger_ms is None
+        self._linger_s = (linger_ms or 0) / 1000
+        self._batch_bytes = batch_bytes
+        self._max_messages, self._max_bytes = max_in_flight, max_in_flight_bytes
+        self._expiry_s = delivery_timeout_s
 
     @property
     def is_full(self) -> bool:
@@ -127,6 +136,11 @@ class SendWindow:
                 seq += part
         finally:
             self.bytes -= freed
+
+    def stored_before(self, seq: int) -> None:
+        """Note that the next message had been stored before, as `seq`. Raises IndexError if none is in flight."""
+        self.flying[0].repeated(seq)
+        self.stored(1, seq)
 
     def refuse(self, error: Refused) -> None:
         """Note that the next message in flight is refused."""
