@@ -1,9 +1,8 @@
-"""What every client needs for a connection: the broker's address, when to retry, and the socket."""
+"""What every client needs for a connection: the broker's address, and the socket."""
 
 import contextlib
 import itertools
 import logging
-import random
 import re
 import select
 import socket
@@ -20,7 +19,6 @@ from kmq.errors import ConfigError, KmqError, RetryError, quotation
 from kmq.sending.failures import Refused
 
 CONNECT_S = 5.0  # to connect and be greeted
-BACKOFF_S = (0.01, 0.5)  # wait between attempts: starts at the first value, doubles up to the second
 # host, host:port, [IPv6], [IPv6]:port, or an IPv6 address alone.
 _HOST = re.compile(
     r"(?:\[(?P<ip6>[^\s\[\]]+)\]|(?P<name>[^\s\[\]:]+))(?::(?P<port>\d{1,5}))?|(?P<only>[^\s\[\]:]*(?::[^\s\[\]:]*){2,})"
@@ -98,12 +96,6 @@ def _local_token(settings: Settings) -> str:
     from kmq.access import tokens
 
     return tokens.local(settings)
-
-
-def backoff(attempt: int) -> float:
-    """Return the seconds before another attempt; random, so that clients do not all reconnect at once."""
-    first, longest = BACKOFF_S
-    return float(min(longest, first * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0))
 
 
 def keep_alive(sock: socket.socket) -> None:

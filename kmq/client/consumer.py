@@ -36,7 +36,6 @@ from kmq.client.connection import (
     Channel,
     ServerAddress,
     address_of,
-    backoff,
     local_consumer_address,
     open_socket,
 )
@@ -50,6 +49,7 @@ from kmq.client.runner import Stop, local_producer, makes_producers, run_handler
 from kmq.config.values import KIB
 from kmq.message.message import Message
 from kmq.sending.failures import NotAnswered
+from kmq.sending.window import backoff
 from kmq.wire.replies import Nacked
 from kmq.wire.requests import TopicPartition
 

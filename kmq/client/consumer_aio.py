@@ -23,7 +23,6 @@ from kmq.client.connection import (
     Address,
     ServerAddress,
     address_of,
-    backoff,
     keep_alive,
     local_consumer_address,
 )
@@ -36,6 +35,7 @@ from kmq.client.producer import Producer
 from kmq.client.runner import Stop, local_producer, makes_producers, run_handler
 from kmq.message.message import Message
 from kmq.sending.failures import NotAnswered, Refused
+from kmq.sending.window import backoff
 from kmq.wire.requests import TopicPartition
 
 OnPlaces = Callable[[list[TopicPartition]], Awaitable[object] | object]

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Unpack
 
-from kmq.client.connection import Address, Channel, Greeted, address_of, backoff, dial, local_address, logger
+from kmq.client.connection import Address, Channel, Greeted, address_of, dial, local_address, logger
 from kmq.client.options import Choices, Options, choose, document
 from kmq.client.producer_core import Overdue, ProducerCore, as_list
 from kmq.errors import KmqError
@@ -32,6 +32,7 @@ from kmq.message.text import Headers, as_bytes, make_routing_key
 from kmq.sending.delivery import Delivery as CoreDelivery
 from kmq.sending.delivery import in_parts
 from kmq.sending.failures import NotAnswered
+from kmq.sending.window import backoff
 
 
 class Delivery(CoreDelivery):

@@ -22,7 +22,6 @@ from kmq.client.connection import (
     Address,
     ServerAddress,
     address_of,
-    backoff,
     keep_alive,
     local_address,
     logger,
@@ -34,6 +33,7 @@ from kmq.errors import KmqError
 from kmq.message.text import Headers, make_routing_key
 from kmq.sending.delivery import Delivery, in_parts
 from kmq.sending.failures import NotAnswered, Refused
+from kmq.sending.window import backoff
 
 
 class AsyncProducer:
@@ -338,11 +338,7 @@ class ProducerLink(asyncio.Protocol):
 
     def _call_back(self) -> None:
         """Call the callbacks of finished messages, in order, and wake all waiting tasks."""
-        done = self.core.window.done
-        while done:
-            delivery = done.popleft()
-            assert delivery.callback is not None
-            delivery.callback(delivery)
+        self.core.window.call_back()
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 

@@ -2,6 +2,6 @@
 
 protocol.py   the lines of the protocol besides messages
 delivery.py   messages that are sent together, and their outcomes
-window.py     messages without an outcome, in order, and when they are written
+window.py     messages without an outcome, in order; when they are written, and when to connect again
 failures.py   why a message was not stored
 """

@@ -101,6 +101,11 @@ class Delivery:
             self.error = error
         self.answered += 1
 
+    def forget(self) -> None:
+        """Forget all replies."""
+        self.answered, self.seq, self.error = 0, -1, None
+        self.runs, self.duplicates, self.refused = (), (), _NONE
+
     @property
     def seqs(self) -> list[int]:
         """Return the seq of each message; 0 if it is not known, or the message was refused."""

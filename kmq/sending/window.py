@@ -1,5 +1,6 @@
-"""The messages of a producer that have no outcome yet, and when queued messages are written."""
+"""The messages of a sender that have no outcome yet, when queued messages are written, and when to connect again."""
 
+import random
 from collections import deque
 from time import monotonic
 
@@ -10,6 +11,7 @@ from kmq.sending.delivery import Delivery, Part
 from kmq.sending.failures import NotAnswered, Refused
 
 _MAX_UNSEEN = 1000  # failed messages kept until an error of one of them is shown
+BACKOFF_S = (0.01, 0.5)  # wait between attempts to connect: starts at the first value, doubles up to the second
 CHUNK_BYTES = 256 * KIB  # of one write: as much as ingress receives at once
 
 
@@ -66,9 +68,9 @@ class SendWindow:
 
     # --- messages in and out -----------------------------------------------------------------------------------------
 
-    def enqueue(self, delivery: Delivery, data: bytes, count: int) -> None:
-        """Add the `count` lines of `data`."""
-        size = len(data)
+    def enqueue(self, delivery: Delivery, data: bytes, count: int, extra: int = 0) -> None:
+        """Add the `count` lines of `data`, which hold so many `extra` bytes of memory. A count of 0 is a question."""
+        size = len(data) + extra
         delivery.data, delivery.count, delivery.size, delivery.since = data, count, size, monotonic()
         self.queue.append(delivery)
         self.queued_bytes += size
@@ -89,14 +91,27 @@ class SendWindow:
             size += len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def requeue(self) -> None:
-        """Put all messages in flight back in front of the queue, because their connection is gone."""
+    def next(self) -> Delivery:
+        """Return the first delivery that is queued. From now on it is in flight."""
+        delivery = self.queue.popleft()
+        self.queued_bytes -= delivery.size
+        self.flying.append(delivery)
+        return delivery
+
+    def requeue(self, whole: bool = False) -> None:
+        """Put all messages in flight back in front of the queue, because their connection is gone.
+
+        `whole`: a delivery is sent again from its first line, so its replies are forgotten.
+        """
         again: list[Delivery] = []
         for delivery in self.flying:
             if delivery.done:  # the delivery has expired
                 self._release(delivery)
                 continue
             delivery.may_be_stored = True
+            if whole:
+                self.unanswered += delivery.answered
+                delivery.forget()
             again.append(delivery)
         self.flying.clear()
         self.queue.extendleft(reversed(again))
@@ -114,7 +129,9 @@ class SendWindow:
     # --- outcomes ----------------------------------------------------------------------------------------------------
 
     def stored(self, count: int, seq: int) -> None:
-        """Note that the next `count` messages are stored, from `seq` on. Raises IndexError if fewer are in flight."""
+        """Note that the next `count` messages are stored, from `seq` on. Raises IndexError if fewer are in flight, and
+        ValueError if a question is before them.
+        """
         flying, finish = self.flying, self._finish
         self.unanswered -= count
         freed = 0  # bytes
@@ -130,12 +147,15 @@ class SendWindow:
                     seq += 1
                     continue
                 part = min(count, delivery.count - delivery.answered)
+                if not part:
+                    raise ValueError("a question has another reply")
                 delivery.stored(part, seq)
                 self._finish_if_answered(delivery)
                 count -= part
                 seq += part
         finally:
             self.bytes -= freed
+            self.unanswered += count  # 0, unless fewer are in flight
 
     def stored_before(self, seq: int) -> None:
         """Note that the next message had been stored before, as `seq`. Raises IndexError if none is in flight."""
@@ -145,8 +165,19 @@ class SendWindow:
     def refuse(self, error: Refused) -> None:
         """Note that the next message in flight is refused."""
         delivery = self.flying[0]
-        self.unanswered -= 1
-        delivery.refuse(error)
+        if delivery.count:
+            self.unanswered -= 1
+            delivery.refuse(error)
+        else:
+            delivery.error = error
+        self._finish_if_answered(delivery)
+
+    def answer(self, number: int) -> None:
+        """Note that `number` is the reply to a question. Raises ValueError if none is next, or nothing is in flight."""
+        delivery = self.flying[0] if self.flying else None
+        if delivery is None or delivery.count:
+            raise ValueError(number)
+        delivery.seq = number
         self._finish_if_answered(delivery)
 
     def _finish_if_answered(self, delivery: Delivery) -> None:
@@ -204,6 +235,14 @@ class SendWindow:
                 self._unseen = [other for other in self._unseen if not other.seen][:_MAX_UNSEEN]
             self._unseen.append(delivery)
 
+    def call_back(self) -> None:
+        """Call the callbacks of finished deliveries, in order."""
+        done = self.done
+        while done:
+            delivery = done.popleft()
+            assert delivery.callback is not None
+            delivery.callback(delivery)
+
     def unseen_error(self) -> KmqError | None:
         """Return the first error that neither a callback nor result() has shown. From then on all count as seen."""
         unseen = [delivery for delivery in self._unseen if not delivery.seen]
@@ -245,4 +284,10 @@ class SendWindow:
             self.hurry = False
 
 
-__all__ = ["CHUNK_BYTES", "SendWindow"]
+def backoff(attempt: int) -> float:
+    """Return the seconds before another attempt; random, so that clients do not all reconnect at once."""
+    first, longest = BACKOFF_S
+    return float(min(longest, first * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0))
+
+
+__all__ = ["CHUNK_BYTES", "SendWindow", "backoff"]

@@ -413,6 +413,22 @@ MUTANTS = [
         ["tests/unit/test_kafka_units.py"],
     ),
     Mutant(
+        "kafka: replies on a broken connection count for the unit that is sent again",
+        [("kmq/sending/window.py", "                delivery.forget()\n", "                pass\n")],
+        ["tests/unit/test_kafka_units.py"],
+    ),
+    Mutant(
+        "kafka: a reply to lines answers a question",
+        [
+            (
+                "kmq/sending/window.py",
+                "                if not part:\n                    raise",
+                "                if not part:\n                    return\n                    raise",
+            )
+        ],
+        ["tests/unit/test_kafka_units.py"],
+    ),
+    Mutant(
         "kafka: a refusal before the partition is known is forgotten",
         [("kmq/gateway/kafka/producing.py", "if begun is None:\n", "if False:\n")],
         ["tests/scenario/test_kafka_produce.py"],

@@ -151,6 +151,57 @@ def test_what_has_no_reply_when_the_connection_breaks_is_sent_again_in_order(lin
     run(work)
 
 
+def test_a_unit_with_some_replies_is_sent_again_whole_and_only_the_new_replies_count(link):
+    async def work():
+        text, refusals = b"".join(b"a|1|%d|x\n" % n for n in (1, 2, 3)), []
+        async with Ingress(
+            [OK, b"!err 1 id_gap\n!ack 2 5\n", None], [OK, b"!ack 1 4\n!dup 2 5\n!dup 3 6\n", b""]
+        ) as ingress:
+            made = link(ingress)
+            first = made.send(b"k1", text, 3, refusals.append)
+            made.send(b"k1", b"a|1|4|x\n", 1, refusals.append)
+            for _ in range(3):
+                ingress.release()
+            assert await outcome(first) == [(1, 4, False), (2, 5, True)] and not refusals
+            assert ingress.units[::2] == [text, text]
+            await made.close()
+        assert refusals == [True]  # the second unit has no reply
+
+    run(work)
+
+
+def test_a_unit_that_is_refused_in_part_is_refused_whole_with_the_connection(link):
+    async def work():
+        refused = []
+        async with Ingress([OK, b"!err 1 id_gap\n!err 2 disk_full full\n", None]) as ingress:
+            made = link(ingress)
+            first = made.send(b"k1", b"a|1|1|x\na|1|2|x\na|1|3|x\n", 3, refused.append)
+            second = made.send(b"k1", b"a|1|4|x\n", 1, refused.append)
+            for _ in range(2):
+                ingress.release()
+            assert [await outcome(each) for each in (first, second)] == ["disk_full"] * 2 and refused == [True, True]
+            await made.close()
+
+    run(work)
+
+
+def test_a_reply_to_lines_is_no_answer_to_a_question_which_is_asked_again(link):
+    async def work():
+        async with Ingress([OK, b"", b"!ack 2 2\n"], [OK, b"!err 1 busy\n"], [OK, b"!last 7\n"]) as ingress:
+            made = link(ingress)
+            sent, asked = made.send(b"k1", b"a|1|1|x\n", 1, lambda _: None), made.last_id(b"k1")
+            for _ in range(3):
+                ingress.release()
+            assert await outcome(sent) == [(1, 1, False)]
+            with pytest.raises(RequestRefused):
+                await asked
+            ingress.release()
+            assert await made.last_id(b"k1") == 7
+            await made.close()
+
+    run(work)
+
+
 def test_a_unit_says_which_id_must_be_stored_before_it(link):
     async def work():
         async with Ingress([OK, b"!ack 1 1\n", b"!err 2 id_gap 1 is not stored\n", b"!ack 3 2\n"]) as ingress:

@@ -15,12 +15,11 @@ Memory      _MOST_BYTES of lines without a reply. `room` waits until there are f
 
 import asyncio
 import socket
-from collections import deque
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from kmq.client.connection import backoff
 from kmq.config.settings import Settings
 from kmq.config.values import KIB, MIB
 from kmq.errors import KmqError
@@ -28,10 +27,15 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.ingress import reserved_address
 from kmq.logfmt import Logger
 from kmq.message.record import count_lines
+from kmq.sending.delivery import Delivery
+from kmq.sending.failures import Refused
+from kmq.sending.protocol import OK, Replies, format_hello, read_greeting
+from kmq.sending.window import SendWindow, backoff
 from kmq.wire import refusals
 
 UNIT_BYTES = 64 * KIB  # that a unit may have besides the longest line (kmq/ingress/hello.py)
-SPARE = b"producer=__kafka-spare reserved=spare"  # the hello of a connection that may write to a full disk
+_HELLO = "producer=__kafka", "reserved=1"
+SPARE = "producer=__kafka-spare", "reserved=spare"  # the hello of a connection that may write to a full disk
 _MOST_BYTES = 64 * MIB
 _ENTRY_BYTES = 500  # of a unit besides its text
 _ANSWER_S = 5.0  # until ingress must have taken the hello
@@ -47,93 +51,73 @@ class SeqRun(NamedTuple):
     is_duplicate: bool
 
 
-class _Unit:
-    """A unit that has not all its replies.
+class _Unit(Delivery):
+    """A unit that has not all its replies, or a question for the last id of a name: a unit of 0 lines.
 
     `on_refused` is called at once for a refusal, before any later batch is judged. Its argument: may lines be stored?
     """
 
-    __slots__ = ("after", "count", "future", "is_sent", "left", "name", "on_refused", "refused", "runs", "text")
+    __slots__ = ("future", "head", "on_refused")
 
     def __init__(
-        self,
-        name: bytes,
-        text: bytes,
-        count: int,
-        future: "asyncio.Future[list[SeqRun]]",
-        on_refused: Callable[[bool], None],
-        after: int | None,
+        self, head: bytes, future: "asyncio.Future[Any]", on_refused: Callable[[bool], None] | None = None
     ) -> None:
-        self.after, self.is_sent = after, False
-        self.name, self.text, self.count, self.future, self.on_refused = name, text, count, future, on_refused
-        self.begin()
+        super().__init__(_settle)
+        self.head, self.future, self.on_refused = head, future, on_refused
 
-    def begin(self) -> None:
-        """Forget the replies, because the unit is sent again."""
-        self.left = self.count
-        self.runs: list[SeqRun] = []
-        self.refused: RequestRefused | None = None
-
-    def head(self) -> bytes:
-        after = b"" if self.after is None else b" after=%d" % self.after
-        return b"!unit %d %d p=%b%b\n" % (self.count, len(self.text), self.name, after)
-
-    def settle(self) -> None:
-        """Set the result: all lines have their replies."""
-        if self.refused is not None:
-            self.refuse(self.refused)
-        elif not self.future.done():
-            self.future.set_result(self.runs)
-
-    def refuse(self, refused: RequestRefused) -> None:
-        """Set the refusal as the result: not all of the unit is stored."""
-        self.on_refused(bool(self.runs) or (self.is_sent and self.left > 0))
-        if not self.future.done():
-            self.future.set_exception(refused)
-            self.future.exception()  # its caller may have gone
+    def seq_runs(self) -> list[SeqRun]:
+        if self.count == 1:
+            return [SeqRun(1, self.seq, bool(self.duplicates))]
+        runs, repeated = list[SeqRun](), {place for place, _ in self.duplicates}
+        for place, seq, lines in self.runs:
+            last = runs[-1] if runs else None
+            is_duplicate = place in repeated
+            # Each line that was stored before has a reply of its own.
+            if last and is_duplicate and last.is_duplicate and seq and last.seq + last.lines == seq:
+                runs[-1] = last._replace(lines=last.lines + lines)
+            else:
+                runs.append(SeqRun(lines, seq, is_duplicate))
+        return runs
 
 
-class _Question:
-    """A question for the last id of a name."""
+def _settle(unit: Delivery) -> None:
+    """Set the result of a unit or question that has its outcome."""
+    assert isinstance(unit, _Unit)
+    future, error = unit.future, unit.error
+    if error is None:
+        if not future.done():
+            future.set_result(unit.seq_runs() if unit.count else unit.seq)
+        return
+    if unit.on_refused is not None:
+        unit.on_refused(unit.seq >= 0 or (unit.may_be_stored and unit.answered < unit.count))
+    if not future.done():
+        future.set_exception(_request_refused(error))
+        future.exception()  # its caller may have gone
 
-    __slots__ = ("future", "name")
-    text = b""
 
-    def __init__(self, name: bytes, future: "asyncio.Future[int]") -> None:
-        self.name, self.future = name, future
-
-    def head(self) -> bytes:
-        return b"!unit 0 0 p=%b\n" % self.name
-
-    def refuse(self, refused: RequestRefused) -> None:
-        """Set the refusal as the result: the last id cannot be asked for."""
-        if not self.future.done():
-            self.future.set_exception(refused)
-            self.future.exception()
+def _request_refused(error: KmqError) -> RequestRefused:
+    assert isinstance(error, Refused)
+    return RequestRefused(error.code, error.reason.partition(" ")[2])
 
 
 class Units:
     """The units that the door sends to ingress. Make it inside the event loop."""
 
-    def __init__(self, settings: Settings, log: Logger, hello: bytes = b"producer=__kafka reserved=1") -> None:
+    def __init__(self, settings: Settings, log: Logger, hello: Sequence[str] = _HELLO) -> None:
         """`hello`: the name whose newer connection fences the older one, and what the connection may do."""
         self._settings, self._log, self._hello = settings, log, hello
-        self._waiting: deque[_Unit | _Question] = deque()  # units without all replies, in order
-        self._sent = 0  # how many of them were sent on this connection
-        self._nbytes = 0
-        self._answered = 0  # lines of this connection
+        self._window = SendWindow(max_in_flight=sys.maxsize, max_in_flight_bytes=_MOST_BYTES)
         self._link: _Link | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._freed = asyncio.Event()
-        self._refusal: RequestRefused | None = None  # why ingress accepts nothing more on this connection
-        self._told = ""  # the code of the last refusal logged, until a line is stored again
+        self._logged = ""  # the code of the last refusal logged, until a line is stored again
         self._closed = ""  # why no unit is accepted any more
 
     # --- what callers do ---------------------------------------------------------------------------------------------
 
     async def room(self) -> None:
         """Wait until another unit may be handed over."""
-        while self._nbytes >= _MOST_BYTES and not self._closed:
+        while self._window.is_full and not self._closed:
             self._freed.clear()
             await self._freed.wait()
 
@@ -146,13 +130,15 @@ class Units:
         stored. None: their ids only rise.
         """
         future: asyncio.Future[list[SeqRun]] = asyncio.get_running_loop().create_future()
-        self._put(_Unit(name, text, count, future, on_refused, after))
+        condition = b"" if after is None else b" after=%d" % after
+        head = b"!unit %d %d p=%b%b\n" % (count, len(text), name, condition)
+        self._put(_Unit(head, future, on_refused), text, count)
         return future
 
     def last_id(self, name: bytes) -> "asyncio.Future[int]":
         """Ask for the last stored id of a name; 0: not known; FORGOTTEN: it may have been forgotten."""
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._put(_Question(name, future))
+        self._put(_Unit(b"!unit 0 0 p=%b\n" % name, future), b"", 0)
         return future
 
     async def close(self) -> None:
@@ -164,11 +150,10 @@ class Units:
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
-    def _put(self, unit: "_Unit | _Question") -> None:
+    def _put(self, unit: _Unit, text: bytes, count: int) -> None:
         if self._closed:
             raise RequestRefused("stopping", self._closed)
-        self._waiting.append(unit)
-        self._nbytes += len(unit.text) + _ENTRY_BYTES
+        self._window.enqueue(unit, text, count, _ENTRY_BYTES)
         self.write()
 
     def write(self) -> None:
@@ -178,16 +163,16 @@ class Units:
             if self._connecting is None or self._connecting.done():
                 self._connecting = asyncio.create_task(self._connect())
             return
-        while self._sent < len(self._waiting) and not (link.is_full or self._refusal is not None):
-            unit = self._waiting[self._sent]
-            self._sent += 1
-            if isinstance(unit, _Unit):
-                unit.is_sent = True
-            if len(unit.text) <= _JOINED:
-                link.transport.write(unit.head() + unit.text)
+        window = self._window
+        while window.queue and not (link.is_full or link.replies.refusing):
+            unit = window.next()
+            assert isinstance(unit, _Unit)
+            unit.may_be_stored = True
+            if len(unit.data) <= _JOINED:
+                link.transport.write(unit.head + unit.data)
             else:  # joining the two would copy a megabyte
-                link.transport.write(unit.head())
-                link.transport.write(unit.text)
+                link.transport.write(unit.head)
+                link.transport.write(unit.data)
 
     async def _connect(self) -> None:
         """Open a connection; retry until that works."""
@@ -203,22 +188,15 @@ class Units:
     async def _open(self) -> None:
         server = reserved_address(self._settings)
         _, link = await asyncio.get_running_loop().create_connection(lambda: _Link(self), server.host, server.port)
-        epoch = b"" if server.epoch is None else b" epoch=%d" % server.epoch
-        link.transport.write(b"!hello acks=1 %b%b token=%b\n" % (self._hello, epoch, server.token.encode()))
+        link.transport.write(format_hello(*self._hello, epoch=server.epoch, token=server.token))
         try:
-            hello = await link.greeted
+            verb, reason = read_greeting(await link.greeted)
         except BaseException:
             link.transport.abort()
             raise
-        if not hello.startswith(b"!ok"):
+        if verb != OK:
             link.transport.abort()
-            code, _, reason = hello.removeprefix(b"!err 0 ").decode(errors="replace").partition(" ")
-            return self._refuse_all(RequestRefused(code, reason))
-        self._sent = self._answered = 0
-        self._refusal = None
-        for unit in self._waiting:
-            if isinstance(unit, _Unit):
-                unit.begin()
+            return self._refuse_all(reason)
         self._link = link
         self.write()
 
@@ -227,108 +205,67 @@ class Units:
         if link is not self._link:
             return
         self._link = None
-        if self._refusal is not None:  # units sent after the refused line are refused, too
-            self._refuse_all(self._refusal)
-        elif self._waiting and not self._closed:
+        if link.replies.refusing:  # units sent after the refused line are refused, too
+            return self._refuse_all(link.replies.refusing)
+        self._window.requeue(whole=True)
+        if self._window.queue and not self._closed:
             self.write()
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
-    def take(self, reply: bytes) -> None:
-        """Handle one reply. Raises ValueError for a reply that matches nothing that was sent."""
-        verb, _, rest = reply.partition(b" ")
-        if verb == b"!last":
-            question = self._waiting[0] if self._sent else None
-            if not isinstance(question, _Question):
-                raise ValueError("a last id that nobody asked for")
-            self._drop()
-            if not question.future.done():
-                question.future.set_result(int(rest))
-            return self._next()
-        number, _, rest = rest.partition(b" ")
-        count = int(number) - self._answered
-        if verb == b"!ack":
-            self._acked(count, int(rest) - count + 1)
-        elif count == 1 and verb == b"!dup":
-            self._acked(1, int(rest), is_duplicate=True)
-        elif count == 1 and verb == b"!err":
-            self._refused(rest)
-        else:
-            raise ValueError("no reply")
-        self._answered += count
-
-    def _head(self) -> _Unit:
-        unit = self._waiting[0] if self._sent else None
-        if not isinstance(unit, _Unit):
-            raise ValueError("a reply to a line that was not sent")
-        return unit
-
-    def _acked(self, count: int, seq: int, is_duplicate: bool = False) -> None:
-        self._told = ""
-        while count > 0:
-            unit = self._head()
-            some = min(count, unit.left)
-            last = unit.runs[-1] if unit.runs else None
-            # Each line that was stored before has a reply of its own.
-            if last and is_duplicate and last.is_duplicate and seq and last.seq + last.lines == seq:
-                unit.runs[-1] = last._replace(lines=last.lines + some)
-            else:
-                unit.runs.append(SeqRun(some, seq, is_duplicate))
-            count -= some
-            seq += some
-            self._pass(unit, some)
-
-    def _refused(self, text: bytes) -> None:
-        code, _, reason = text.decode(errors="replace").partition(" ")
-        if code == "fenced":
-            return self._end("a newer gateway of this broker has taken over")
-        if refusals.find(code).scope == refusals.CONNECTION:
-            self._refusal = RequestRefused(code, reason)
-        first = self._waiting[0] if self._sent else None
-        if isinstance(first, _Question):  # a refused connection refuses it like a message
-            self._drop()
-            first.refuse(RequestRefused(code, reason))
-            return self._next()
-        unit = self._head()
-        if unit.refused is None:
-            unit.refused = RequestRefused(code, reason)
-        self._pass(unit, 1)
-
-    def _pass(self, unit: _Unit, lines: int) -> None:
-        unit.left -= lines
-        if not unit.left:
-            self._drop()
-            unit.settle()
-            self._next()
-
-    def _drop(self) -> None:
-        """Remove the first waiting entry, because it is answered."""
-        self._nbytes -= len(self._waiting.popleft().text) + _ENTRY_BYTES
-        self._sent -= 1
-
-    def _next(self) -> None:
-        """After a reply: make room, and leave a connection that accepts nothing more."""
-        self._freed.set()
-        if self._refusal is not None and not self._sent and self._link is not None:
-            link, self._link = self._link, None
+    def receive(self, lines: list[bytes], link: "_Link") -> None:
+        """Handle replies. Raises ValueError or IndexError for a reply that matches nothing that was sent."""
+        window, replies = self._window, link.replies
+        try:
+            for line in lines:
+                if line.startswith(b"!last "):
+                    window.answer(int(line[6:]))
+                    continue
+                verb, count, text = replies.parse(line)
+                if verb == b"!ack":
+                    window.stored(count, int(text) - count + 1)
+                elif count == 1 and verb == b"!dup":
+                    window.stored_before(int(text))
+                elif count == 1 and verb == b"!err":
+                    self._refused(replies, text.decode(errors="replace"))
+                    continue
+                else:
+                    raise ValueError("no reply")
+                self._logged = ""
+        finally:
+            window.call_back()
+            self._freed.set()
+        if replies.refusing and not window.flying and link is self._link:  # leave: it accepts nothing more
+            self._link = None
             link.transport.close()
-            self._refuse_all(self._refusal)
+            self._refuse_all(replies.refusing)
 
-    def _refuse_all(self, refused: RequestRefused) -> None:
+    def _refused(self, replies: Replies, reason: str) -> None:
+        """Handle the refusal of a line, a question, or all further lines of the connection."""
+        refused = Refused(reason)
+        if refused.code == "fenced":
+            return self._end("a newer gateway of this broker has taken over")
+        if refusals.find(refused.code).scope == refusals.CONNECTION:
+            replies.refusing = reason
+        self._window.refuse(refused)
+
+    def _refuse_all(self, reason: str) -> None:
         """Refuse all waiting units: on another connection one could be stored although an earlier batch was not."""
-        if refused.code != self._told and not self._closed:
-            self._told = refused.code
-            self._log.warn("kafka_produce_refused", reason=f"{refused.code} {refused}", effect="its clients send again")
-        waiting, self._waiting = self._waiting, deque()
-        self._sent = self._nbytes = 0
-        for unit in waiting:
-            unit.refuse(refused)
+        refused = Refused(reason)
+        if refused.code != self._logged and not self._closed:
+            self._logged, shown = refused.code, _request_refused(refused)
+            self._log.warn("kafka_produce_refused", reason=f"{shown.code} {shown}", effect="its clients send again")
+        window = self._window
+        if window.flying:
+            window.flying[0].error = None  # of a part of its lines: the whole unit is refused now
+        window.fail_all(refused)
+        window.call_back()
         self._freed.set()
 
     def _end(self, why: str) -> None:
         """Refuse every unit from now on."""
         self._closed = why
-        self._refuse_all(RequestRefused("stopping", why))
+        self._refuse_all(f"stopping {why}")
 
 
 def split(text: bytes, count: int, most: int) -> Iterator[tuple[bytes, int]]:
@@ -351,7 +288,7 @@ class _Link(asyncio.Protocol):
         self.transport: Any = None
         self.is_full = False
         self.greeted: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._partial = b""
+        self.replies = Replies()
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -367,13 +304,12 @@ class _Link(asyncio.Protocol):
         self._units.write()
 
     def data_received(self, data: bytes) -> None:
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if lines and not self.greeted.done():
-            self.greeted.set_result(lines.pop(0))
         try:
-            for line in lines:
-                self._units.take(line)
-        except ValueError:
+            lines = self.replies.split(data)
+            if lines and not self.greeted.done():
+                self.greeted.set_result(lines.pop(0))
+            self._units.receive(lines, self)
+        except (ValueError, IndexError, Refused):
             self.transport.abort()  # which lines have replies is unknown now, so all are sent again
 
     def connection_lost(self, exc: Exception | None) -> None:
