@@ -5,6 +5,7 @@ A refusal has a code. Each door looks up the status of the code in kmq/wire/refu
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from kmq.broker.concerns import Finding
@@ -121,8 +122,8 @@ def check_data(data: str) -> None:
         raise RequestRefused("not_ready", "the data directory is missing; kmq status says what to do")
 
 
-def refusal_of(err: KmqError) -> RequestRefused:
-    """Return the refusal for a message that a producer of the gateway could not deliver."""
+def refusal_of(err: KmqError, meaning: Mapping[str, str] = _MEANING) -> RequestRefused:
+    """Return the refusal for a message that the gateway could not deliver. `meaning`: of codes that come without text."""
     if isinstance(err, Refused):
-        return RequestRefused(err.code, err.reason.partition(" ")[2] or _MEANING.get(err.code, ""))
+        return RequestRefused(err.code, err.reason.partition(" ")[2] or meaning.get(err.code, ""))
     return RequestRefused("not_answered" if isinstance(err, NotAnswered) else "stopping", str(err))

@@ -46,7 +46,7 @@ from kmq.client.producer_core import ProducerCore
 from kmq.config.settings import Settings
 from kmq.config.values import FOREVER, MIB
 from kmq.errors import KmqError
-from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.broker import RequestRefused, refusal_of
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.ingress import reserved_address
 from kmq.gateway.core.topics import declare_own
@@ -72,7 +72,6 @@ from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.message.text import format_text
 from kmq.sending.delivery import Delivery
-from kmq.sending.failures import NotAnswered, Refused
 
 # --- connection to ingress -------------------------------------------------------------------------------------------
 
@@ -145,7 +144,7 @@ class OffsetWriter:
             core = self._core
             await self._link.wait(lambda: core.failed is not None or core.window.is_half_free)
         if self._core.failed is not None:
-            raise _refusal_of(self._core.failed)
+            raise refusal_of(self._core.failed, {})
 
     def _queue(self, lines: Sequence[Line], stored: Stored) -> "asyncio.Future[None]":
         core, now = self._core, time.time()
@@ -160,7 +159,7 @@ class OffsetWriter:
             if delivery.error is None:
                 outcome.set_result(None)
             else:
-                outcome.set_exception(_refusal_of(delivery.error))
+                outcome.set_exception(refusal_of(delivery.error, {}))
 
         delivery = Delivery(done)
         data = b"".join(format_text(key, payload or None, core.ids.make(), now) for key, payload in lines)
@@ -172,12 +171,6 @@ class OffsetWriter:
     async def close(self) -> None:
         """End; commits without a reply fail, although they may be stored."""
         await self._link.end()
-
-
-def _refusal_of(err: KmqError) -> RequestRefused:
-    if isinstance(err, Refused):
-        return RequestRefused(err.code, err.reason.partition(" ")[2])
-    return RequestRefused("not_answered" if isinstance(err, NotAnswered) else "stopping", str(err))
 
 
 # --- store -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from kmq.config.settings import Settings
 from kmq.config.values import KIB, MIB
 from kmq.errors import KmqError
-from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.broker import RequestRefused, refusal_of
 from kmq.gateway.core.ingress import reserved_address
 from kmq.logfmt import Logger
 from kmq.message.record import count_lines
@@ -91,13 +91,8 @@ def _settle(unit: Delivery) -> None:
     if unit.on_refused is not None:
         unit.on_refused(unit.seq >= 0 or (unit.may_be_stored and unit.answered < unit.count))
     if not future.done():
-        future.set_exception(_request_refused(error))
+        future.set_exception(refusal_of(error, {}))
         future.exception()  # its caller may have gone
-
-
-def _request_refused(error: KmqError) -> RequestRefused:
-    assert isinstance(error, Refused)
-    return RequestRefused(error.code, error.reason.partition(" ")[2])
 
 
 class Units:
@@ -253,7 +248,7 @@ class Units:
         """Refuse all waiting units: on another connection one could be stored although an earlier batch was not."""
         refused = Refused(reason)
         if refused.code != self._logged and not self._closed:
-            self._logged, shown = refused.code, _request_refused(refused)
+            self._logged, shown = refused.code, refusal_of(refused, {})
             self._log.warn("kafka_produce_refused", reason=f"{shown.code} {shown}", effect="its clients send again")
         window = self._window
         if window.flying:
