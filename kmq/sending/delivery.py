@@ -71,10 +71,7 @@ class Delivery:
 
     def rest(self) -> bytes:
         """Return the lines that have no reply yet."""
-        at = 0
-        for _ in range(self.answered):
-            at = self.data.index(b"\n", at) + 1
-        return self.data[at:]
+        return self.data.split(b"\n", self.answered)[-1]
 
     def stored(self, count: int, seq: int) -> None:
         """Note that the next `count` messages are stored, from `seq` on."""

@@ -18,6 +18,8 @@ CHUNK_BYTES = 256 * KIB  # of one write: as much as ingress receives at once
 class SendWindow:
     """Messages without an outcome, in the order in which they were added: those in flight, then those queued.
 
+    kmq.Producer queues messages and lists; the Kafka door queues units, and questions for a last id as units of 0 lines.
+
     Invariant   A message leaves the window only with an outcome. `requeue` puts the messages in flight back in front of
                 the queue, in order.
     Memory      At most max_in_flight messages and max_in_flight_bytes, plus the one message or list that filled it.
