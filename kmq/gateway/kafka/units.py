@@ -68,6 +68,8 @@ class _Unit(Delivery):
     def seq_runs(self) -> list[SeqRun]:
         if self.count == 1:
             return [SeqRun(1, self.seq, bool(self.duplicates))]
+        if not self.duplicates:
+            return [SeqRun(lines, seq, False) for _, seq, lines in self.runs]
         runs, repeated = list[SeqRun](), {place for place, _ in self.duplicates}
         for place, seq, lines in self.runs:
             last = runs[-1] if runs else None
