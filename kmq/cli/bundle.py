@@ -32,7 +32,7 @@ from kmq import __version__
 from kmq.broker.stats import peek
 from kmq.cli import config
 from kmq.cli.config import HIDDEN, clean
-from kmq.cli.output import counting, examples, local_headers, seconds
+from kmq.cli.output import counting, examples, seconds
 from kmq.config.settings import Settings, load
 from kmq.config.values import MIB
 from kmq.errors import ConfigError, KmqError
@@ -369,14 +369,16 @@ def stats_page(settings: Settings) -> str:
 
 def metrics(settings: Settings) -> bytes:
     """Return the metrics of the gateway. Raises OSError or ConfigError if it does not serve them in time."""
+    from kmq.access import tokens
     from kmq.client.lines import read_port
 
+    token = tokens.local(settings)
     name, host, number = ("metrics", settings.own_host, settings.metrics_port)
     if not host:
         name, host, number = "http", settings.host, settings.http_port
     connection = http.client.HTTPConnection(host, read_port(settings, name, number), timeout=_METRICS_S)
     try:
-        connection.request("GET", "/metrics", headers=local_headers(settings))
+        connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"} if token else {})
         response = connection.getresponse()
         if response.status != http.client.OK:
             raise ConfigError(f"the gateway answers with status {response.status}")

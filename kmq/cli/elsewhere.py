@@ -13,8 +13,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kmq.cli.output import local_headers
-from kmq.config.settings import load
+from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError, KmqError, RetryError, quotation
 from kmq.wire import refusals
 
@@ -55,29 +54,26 @@ class GatewayClient:
         self._open: http.client.HTTPConnection | None = None
 
     def request(
-        self,
-        method: str,
-        path: str,
-        body: object = None,
-        *,
-        headers: dict[str, str] | None = None,
-        most: int = _MOST,
-        timeout_s: float = _TIMEOUT_S,
+        self, method: str, path: str, body: object = None, *, most: int = _MOST, timeout_s: float = _TIMEOUT_S
     ) -> tuple[int, bytes]:
-        """Return status and body of the response. Raises OSError, HTTPException; then the next call connects again."""
+        """Return status and body of the response. Raises RetryError without one; then the next call connects again."""
         import http.client
 
         if self._open is None and self.tls is None:
             self._open = http.client.HTTPConnection(self.host, self._port, timeout=timeout_s)
         elif self._open is None:
             self._open = http.client.HTTPSConnection(self.host, self._port, timeout=timeout_s, context=self.tls)
-        own = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        sent = None if body is None else json.dumps(body).encode()
-        self._open.request(method, self._path + path, sent, own | (headers or {}))
-        response = self._open.getresponse()
-        text = response.read(most + 1)
-        if len(text) > most:
-            raise http.client.HTTPException(f"the answer is larger than {most >> 20} MiB")
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        try:
+            self._open.request(method, self._path + path, None if body is None else json.dumps(body).encode(), headers)
+            response = self._open.getresponse()
+            text = response.read(most + 1)
+            if len(text) > most:
+                raise http.client.HTTPException(f"the answer is larger than {most >> 20} MiB")
+        except (OSError, http.client.HTTPException) as err:
+            self.close()
+            reason = getattr(err, "strerror", None) or str(err) or type(err).__name__
+            raise RetryError(f"{self.url}: {reason}") from err
         if response.will_close:
             self.close()
         return response.status, text
@@ -169,26 +165,26 @@ def need_files(command: str) -> None:
 # --- the HTTP API ----------------------------------------------------------------------------------------------------
 
 
+def of_directory(settings: Settings) -> GatewayClient:
+    """Return the gateway of the broker of this directory, with the local token if the broker asks for one."""
+    from kmq.access import tokens
+    from kmq.client.lines import read_port
+
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    port = read_port(settings, "http", settings.http_port)
+    return GatewayClient(f"http://{host}:{port}", tokens.local(settings))
+
+
 def ask(method: str, path: str, body: object = None, topic: str = "", group: str = "") -> Any:
     """Return the parsed response of the gateway; None if it has no body. Raises RetryError and KmqError.
 
     `topic`, `group`: the one in the request, for the error that it does not exist.
     """
-    import http.client
-
-    gateway, headers = elsewhere(), dict[str, str]()
-    if gateway is None:
-        from kmq.client.lines import read_port
-
-        settings = load()
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        gateway = GatewayClient(f"http://{host}:{read_port(settings, 'http', settings.http_port)}")
-        headers = local_headers(settings)
+    gateway = elsewhere() or of_directory(load())
     try:
-        status, text = gateway.request(method, path, body, headers=headers)
-    except (OSError, http.client.HTTPException) as err:
-        reason = getattr(err, "strerror", None) or str(err) or type(err).__name__
-        raise RetryError(f"{gateway.url}: {reason}; is the broker up, with its gateway? (kmq status)") from err
+        status, text = gateway.request(method, path, body)
+    except RetryError as err:
+        raise RetryError(f"{err}; is the broker up, with its gateway? (kmq status)") from err
     finally:
         gateway.close()
     try:

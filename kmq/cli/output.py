@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints, is_ty
 
 import typer
 
-from kmq.config.settings import Settings, load
+from kmq.config.settings import load
 from kmq.config.values import parse_duration
 from kmq.errors import ConfigError, pip_install
 from kmq.spark.pipelines.options import PipelineOption, declared
@@ -108,14 +108,6 @@ def existing_data() -> str:
     if not supervisor.is_data(settings.data):
         raise ConfigError(supervisor.why_not_here(settings))
     return settings.data
-
-
-def local_headers(settings: Settings) -> dict[str, str]:
-    """Return the headers for requests to the gateway of this directory: the local token, if there is one."""
-    from kmq.access import tokens
-
-    token = tokens.local(settings)
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def open_queue() -> "BroadcastQueue":

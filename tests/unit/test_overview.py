@@ -11,6 +11,7 @@ from kmq.broker import status
 from kmq.broker.overview import Events
 from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
 from kmq.broker.status import StagePace
+from kmq.cli.elsewhere import of_directory
 from kmq.cli.top import readers
 from kmq.cli.top.readers import LocalReader
 from kmq.config.intakes import parse_intakes
@@ -212,3 +213,11 @@ def test_what_differs_between_two_looks_is_an_event_with_and_without_a_gateway(p
         page.rows["ingress"].admission = ADMISSIONS.index("quota") * (number % 2)
         looked()
     assert len(looked()) <= 100
+
+
+@pytest.mark.parametrize(("host", "url"), [("::1", "http://[::1]:8099"), ("127.0.0.1", "http://127.0.0.1:8099")])
+def test_the_gateway_of_this_directory_has_a_url_whatever_its_address(host, url, monkeypatch):
+    monkeypatch.setenv("KMQ_HOST", host)
+    monkeypatch.setenv("KMQ_HTTP_PORT", "8099")
+    gateway = of_directory(load())
+    assert (gateway.url, gateway.host, gateway.token) == (url, host, "")

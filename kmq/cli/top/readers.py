@@ -6,7 +6,6 @@ Invariant   `look` never blocks on the network: a thread asks the gateway. The l
 Bounded     A response of more than _MOST bytes is refused; after _TIMEOUT_S a request to the gateway is given up.
 """
 
-import http.client
 import json
 import threading
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from kmq.broker import status
 from kmq.broker.overview import Overview, VerdictChanges
 from kmq.broker.status import BrokerStatus
-from kmq.cli.elsewhere import GatewayClient
+from kmq.cli.elsewhere import GatewayClient, of_directory
 from kmq.cli.top.screen import clean
 from kmq.cli.top.snapshot import Document, TopSnapshot, parse
 from kmq.config.settings import Settings
@@ -34,10 +33,8 @@ def ask_overview(gateway: GatewayClient) -> Document:
     """Return the overview. Raises RetryError without a response, KmqError for an unexpected one."""
     try:
         status, text = gateway.request("GET", _PATH, most=_MOST, timeout_s=_TIMEOUT_S)
-    except (OSError, http.client.HTTPException) as err:
-        gateway.close()
-        reason = getattr(err, "strerror", None) or str(err) or type(err).__name__
-        raise RetryError(f"{gateway.url}: {clean(reason[:_LONGEST], False)}") from err
+    except RetryError as err:
+        raise RetryError(clean(str(err)[: len(gateway.url) + _LONGEST], False)) from err
     if status in (401, 403):
         raise KmqError(f"{gateway.url}: {_message(text) or 'may not look'} ({status}); give a token with --token")
     if status in (404, 405):
@@ -149,22 +146,13 @@ class LocalReader:
         if not is_there:
             self.close()
             return own | {"notes": {"groups": "no gateway: it is what knows the groups", "events": since}}
-        self._asker = self._asker or Asker(self._gateway, _ASK_S)
+        self._asker = self._asker or Asker(lambda: of_directory(self._settings), _ASK_S)
         told, problem, age_s = self._asker.last()
         if told is None or age_s > _OLD_S:
             return own | {"notes": {"groups": problem or "asking the gateway", "events": since}}
         notes = {"groups": f"{age_s:.0f} s old: {problem}", "events": since} if problem else {}
         names = ("groups", "groups_total", *(() if problem else ("events",)))
         return own | {name: told[name] for name in names if name in told} | {"notes": notes}
-
-    def _gateway(self) -> GatewayClient:
-        from kmq.access import tokens
-        from kmq.client.lines import read_port
-
-        settings = self._settings
-        return GatewayClient(
-            f"http://{settings.host}:{read_port(settings, 'http', settings.http_port)}", tokens.local(settings)
-        )
 
     def snapshot(self) -> TopSnapshot:
         """Return the same as a value, with the problem if the state cannot be read now."""
