@@ -7,8 +7,7 @@ from urllib.parse import quote
 import typer
 
 from kmq.cli.elsewhere import ask
-from kmq.cli.output import examples, table
-from kmq.config import terminal
+from kmq.cli.output import examples, print_table
 from kmq.errors import ConfigError, KmqError
 
 groups_app = typer.Typer(
@@ -35,11 +34,9 @@ def list_all(as_json: _JSON = False) -> None:
     if not rows:
         print("no groups yet; one begins with: kmq consume <topic> --group <name>")
         return
-    shown = table("group", "state", ">generation", ">members", ">partitions committed")
-    for row in rows:
-        numbers = (f"{row[name]:,}" for name in ("generation", "members", "committed"))
-        shown.add_row(row["group"], row["state"], *numbers)
-    terminal.console().print(shown)
+    names = "group", "state", "generation", "members", "committed"
+    columns = "group", "state", ">generation", ">members", ">partitions committed"
+    print_table(columns, ([row[name] for name in names] for row in rows))
 
 
 @groups_app.command("describe", epilog=examples("kmq groups describe report", "kmq groups describe report --json"))
@@ -52,14 +49,14 @@ def describe(group: _GROUP, as_json: _JSON = False) -> None:
     protocol = f", {found['protocol']}" if found["protocol"] else ""
     print(f"group {group}: {found['state']}, generation {found['generation']}{protocol}")
     owners = {(place["topic"], place["partition"]): row for row in found["members"] for place in row["assignment"]}
-    shown = table("topic", ">partition", ">committed", ">end", ">lag", ">lag seconds", "member")
+    rows = []
     for row in found["partitions"]:
         owner = owners.get((row["topic"], row["partition"]))
-        committed = "-" if row["committed"] is None else f"{row['committed']:,}"
+        committed = "-" if row["committed"] is None else row["committed"]
         member = f"{owner['id']} ({owner['host']})" if owner else "-"
-        numbers = committed, f"{row['end']:,}", f"{row['lag']:,}", f"{row['lagSeconds']:,.1f}"
-        shown.add_row(row["topic"], str(row["partition"]), *numbers, member)
-    terminal.console().print(shown)
+        numbers = committed, row["end"], row["lag"], f"{row['lagSeconds']:,.1f}"
+        rows.append((row["topic"], str(row["partition"]), *numbers, member))
+    print_table(("topic", ">partition", ">committed", ">end", ">lag", ">lag seconds", "member"), rows)
     for row in found["partitions"]:
         if row.get("overtaken"):
             text = f"{row['overtaken']:,} messages were deleted before the group had read them"

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from kmq.access import local_token
-from kmq.cli.output import examples, table
+from kmq.cli.output import examples, print_table
 from kmq.client.lines import read_port
-from kmq.config import terminal
 from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError, RetryError
 
@@ -82,11 +81,21 @@ def list_all(as_json: _JSON = False) -> None:
     if not rows:
         print("no transactions yet; a client of Kafka begins them with transactional.id")
         return
-    shown = table("id", "state", ">producer id", ">epoch", ">lines held", ">bytes", "last decided")
-    for row in rows:
-        numbers = str(row["pid"]), str(row["epoch"]), f"{row['held']:,}", f"{row['heldBytes']:,}"
-        shown.add_row(row["id"], row["state"], *numbers, _moment(row["since"]))
-    terminal.console().print(shown)
+    print_table(
+        ("id", "state", ">producer id", ">epoch", ">lines held", ">bytes", "last decided"),
+        (
+            (
+                row["id"],
+                row["state"],
+                str(row["pid"]),
+                str(row["epoch"]),
+                row["held"],
+                row["heldBytes"],
+                _moment(row["since"]),
+            )
+            for row in rows
+        ),
+    )
 
 
 @transactions_app.command("show", epilog=examples("kmq kafka transactions ls"))

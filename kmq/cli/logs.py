@@ -2,14 +2,12 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from kmq.cli.output import counting, examples, existing_data, table
+from kmq.cli.output import counting, examples, existing_data, print_table
 from kmq.config import terminal
 from kmq.config.settings import load
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
@@ -102,10 +100,11 @@ def stat(
         for row in rows:
             print(pairs(**row))
     else:
-        terminal.console().print(_stat_table(rows))
+        columns = "log", ">segments", ">first", ">last", ">bytes", ">blocks", ">oldest s", ">newest s"
+        print_table(columns, ([*row.values()] for row in rows))
 
 
-def _stat_row(found: "Stat") -> dict[str, str | int | float]:
+def _stat_row(found: "Stat") -> dict[str, Any]:
     return {
         "log": found.name,
         "segments": found.segments,
@@ -116,13 +115,6 @@ def _stat_row(found: "Stat") -> dict[str, str | int | float]:
         "oldest_s": round(found.oldest_s, 1),
         "newest_s": round(found.newest_s, 1),
     }
-
-
-def _stat_table(rows: Sequence[dict[str, str | int | float]]) -> Table:
-    shown = table("log", ">segments", ">first", ">last", ">bytes", ">blocks", ">oldest s", ">newest s")
-    for name, *numbers in map(dict.values, rows):
-        shown.add_row(str(name), *(f"{number:,}" for number in numbers))
-    return shown
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ terminal.
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints, is_ty
 
 import typer
 
+from kmq.config import terminal
 from kmq.config.settings import load
 from kmq.config.values import parse_duration
 from kmq.errors import ConfigError, pip_install
@@ -152,6 +153,14 @@ def table(*columns: str) -> "Table":
     for title in columns:
         made.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left")
     return made
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> None:
+    """Print a table. In a cell a number is written 12,345, and None is blank."""
+    shown = table(*columns)
+    for row in rows:
+        shown.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else cell for cell in row))
+    terminal.console().print(shown)
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

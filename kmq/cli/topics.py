@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -12,8 +13,7 @@ import typer
 from kmq.broker import status
 from kmq.broker.data_directory import known_id
 from kmq.cli.elsewhere import ask, elsewhere, need_files
-from kmq.cli.output import examples, existing_data, table
-from kmq.config import terminal
+from kmq.cli.output import examples, existing_data, print_table
 from kmq.config.settings import SETTINGS, Settings, load
 from kmq.config.states import InForce
 from kmq.config.values import FOREVER
@@ -107,8 +107,7 @@ def create(
     if elsewhere() is not None:
         declared = {"name": name, "partitions": partitions, "partitioner": partitioner, **_as_options(limits)}
         made = ask("POST", "/api/admin/topics", declared)
-        since = "when the router has adopted it" if made["fromSeq"] is None else f"from seq {made['fromSeq']}"
-        print(f"topic {name}: {len(made['partitions'])} partition(s), in force {since}")
+        _print_created(name, len(made["partitions"]), made["fromSeq"])
         return
     open_data(settings.data, known_id(settings), settings.shard)
     _require_leader(settings)
@@ -121,13 +120,17 @@ def create(
             if (found.partitions, found.partitioner, found.limits) != (partitions, partitioner, limits):
                 text = "a message or another command was first, so it is not as you declared it; see kmq topics show"
                 raise KmqError(f"topic {name}: exists with {found.partitions} partition(s): {text} {name}")
-            print(f"topic {name}: {partitions} partition(s), in force from seq {from_seq}")
+            _print_created(name, partitions, from_seq)
             return
         if not status.collect(settings).ready or time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)
-    where = os.path.abspath(settings.data)
-    print(f"topic {name}: {partitions} partition(s), declared in {where}, in force when the router has adopted it")
+    _print_created(name, partitions, None, f"declared in {os.path.abspath(settings.data)}, ")
+
+
+def _print_created(name: str, partitions: int, from_seq: int | None, where: str = "") -> None:
+    since = "when the router has adopted it" if from_seq is None else f"from seq {from_seq}"
+    print(f"topic {name}: {partitions} partition(s), {where}in force {since}")
 
 
 # --- list ------------------------------------------------------------------------------------------------------------
@@ -145,45 +148,41 @@ def list_topics(
     "from_seq"}, …]}, one object per partition. from_seq is null until the
     router has adopted the declaration.
     """
-    rows = _rows_elsewhere(with_own) if elsewhere() is not None else _rows(existing_data(), with_own)
+    rows: list[dict[str, Any]] = [
+        {"topic": name, "partition": number, "messages": messages, "bytes": nbytes, "from_seq": from_seq}
+        for name, from_seq, sizes in _sizes(with_own)
+        for number, (messages, nbytes) in enumerate(sizes)
+    ]
     if as_json:
         print(json.dumps({"topics": rows}))
     elif as_logfmt:
         for row in rows:
             print(pairs(**row | {"from_seq": row["from_seq"] or 0}))
     else:
-        shown = table("topic", ">partition", ">messages", ">bytes", ">in force from seq")
+        columns = "topic", ">partition", ">messages", ">bytes", ">in force from seq"
         for row in rows:
-            since = "pending" if row["from_seq"] is None else str(row["from_seq"])
-            shown.add_row(str(row["topic"]), str(row["partition"]), f"{row['messages']:,}", f"{row['bytes']:,}", since)
-        terminal.console().print(shown)
+            row["from_seq"] = "pending" if row["from_seq"] is None else str(row["from_seq"])
+        print_table(columns, ([*row.values()] for row in rows))
 
 
-def _rows(data: str, with_own: bool) -> list[dict[str, Any]]:
-    return [
-        {"topic": name, "partition": partition, "messages": messages, "bytes": size, "from_seq": from_seq}
-        for name, partitions, from_seq in topics.listing(data)
-        if with_own or not name.startswith("__")
-        for partition in range(partitions)
-        for messages, size in [end_offset(data, name, partition)]
-    ]
+def _sizes(with_own: bool) -> Iterator[tuple[str, int | None, list[tuple[int, int]]]]:
+    """Yield each topic: its name, since when it is in force, and (end offset, bytes) of each partition.
+
+    A gateway is asked for each topic: only such a request returns sizes.
+    """
+    if elsewhere() is None:
+        data = existing_data()
+        for name, partitions, from_seq in topics.listing(data):
+            if with_own or not name.startswith("__"):
+                yield name, from_seq, [end_offset(data, name, number) for number in range(partitions)]
+        return
+    for row in ask("GET", f"/api/topics?internal={str(with_own).lower()}"):
+        topic = _ask_topic("GET", row["name"])
+        yield topic["name"], topic["fromSeq"], [(log["endOffset"], log["bytes"]) for log in topic["partitions"]]
 
 
-def _rows_elsewhere(with_own: bool) -> list[dict[str, Any]]:
-    """Return the same rows for a broker elsewhere, with a request per topic: only such a request returns sizes."""
-    names = [row["name"] for row in ask("GET", f"/api/topics?internal={str(with_own).lower()}")]
-    found = (ask("GET", f"/api/admin/topics/{quote(name)}", topic=name) for name in names)
-    return [
-        {
-            "topic": topic["name"],
-            "partition": row["partition"],
-            "messages": row["endOffset"],
-            "bytes": row["bytes"],
-            "from_seq": topic["fromSeq"],
-        }
-        for topic in found
-        for row in topic["partitions"]
-    ]
+def _ask_topic(method: str, name: str, body: object = None) -> Any:
+    return ask(method, f"/api/admin/topics/{quote(name)}", body, topic=name)
 
 
 # --- set -------------------------------------------------------------------------------------------------------------
@@ -217,18 +216,27 @@ def set_limits(
     A lower retention limit deletes whole sealed segments, oldest first, within seconds. Stored records stay in their
     partitions; new records of a key may go to another one.
     """
-    settings = load()
-    if elsewhere() is not None:
-        _set_elsewhere(name, [*(changes or []), *(f"{limit}=" for limit in unset or [])], partitions, force)
+    settings, pairs = load(), [*(changes or []), *(f"{limit}=" for limit in unset or [])]
+    is_here = elsewhere() is None
+    if is_here:
+        _require(settings, name)
+        _require_leader(settings)
+        if partitions is not None:
+            _check_growth(settings, name, partitions, force)
+    asked = _parse_changes(name, pairs) if pairs or partitions is None else {}
+    limits = [f"{limit}={value}" if value else f"{limit} unset" for limit, value in asked.items()]
+    growth = [] if partitions is None else [f"{partitions} partition(s)"]
+    if not is_here:
+        body = _as_options(asked) | ({} if partitions is None else {"partitions": partitions, "force": force})
+        _ask_topic("PATCH", name, body)
+        print(f"topic {name}: {' '.join(limits + growth)}, in force")
         return
-    _require(settings, name)
-    _require_leader(settings)
+    if asked:
+        since = "in force" if _set(settings, name, asked) else "in force when the router has adopted it"
+        print(f"topic {name}: {' '.join(limits)}, {since}")
     if partitions is not None:
-        _check_growth(settings, name, partitions, force)
-    if changes or unset or partitions is None:
-        _set(settings, name, changes or [], unset or [])
-    if partitions is not None:
-        _grow(settings, name, partitions)
+        since = ", in force" if _grow(settings, name, partitions) else " when the router has adopted it"
+        print(f"topic {name}: {growth[0]}{since}")
 
 
 def _check_growth(settings: Settings, name: str, partitions: int, force: bool) -> None:
@@ -238,45 +246,31 @@ def _check_growth(settings: Settings, name: str, partitions: int, force: bool) -
         raise ConfigError(f"topic {name}: {topics.KEYED}; give --force to do it nevertheless")
 
 
-def _grow(settings: Settings, name: str, partitions: int) -> None:
+def _grow(settings: Settings, name: str, partitions: int) -> bool:
+    """Add partitions. Return False if the router has not adopted them yet."""
     request = topic_changes.submit(settings.data, topic_changes.GROW, name, {"partitions": str(partitions)})
     if not _is_carried_out(settings, request):
-        print(f"topic {name}: {partitions} partition(s) when the router has adopted it")
-        return
+        return False
     if name not in topics.names(settings.data) or topics.load(settings.data, name)[0] < partitions:
         raise KmqError(f"topic {name}: has not grown; the log of the broker says why (event request_refused)")
-    print(f"topic {name}: {partitions} partition(s), in force")
+    return True
 
 
-def _set(settings: Settings, name: str, changes: list[str], unset: list[str]) -> None:
-    """Change limits as asked, and say what is in force."""
-    asked = _parse_changes(name, [*changes, *(f"{limit}=" for limit in unset)])
+def _set(settings: Settings, name: str, asked: dict[str, str]) -> bool:
+    """Change limits as asked. Return False if the router has not adopted them yet."""
     own = topic_changes.limits_to_be(settings.data, name, topics.read(settings.data, name).limits)
     topic_changes.apply(own, asked)
     Limits().with_changes(own)
     topics.check_letters(name, asked)
     request = topic_changes.submit(settings.data, topic_changes.SET, name, asked)
-    changed = " ".join(f"{limit}={value}" if value else f"{limit} unset" for limit, value in asked.items())
     if not _is_carried_out(settings, request):
-        print(f"topic {name}: {changed}, in force when the router has adopted it")
-        return
+        return False
     now = topics.read(settings.data, name).limits if name in topics.names(settings.data) else {}
     if any(now.get(limit, "") != value for limit, value in asked.items()):
         raise KmqError(
             f"topic {name}: was not changed as asked; the log of the broker says why (event request_refused)"
         )
-    print(f"topic {name}: {changed}, in force")
-
-
-def _set_elsewhere(name: str, changes: list[str], partitions: int | None, force: bool) -> None:
-    asked = _parse_changes(name, changes) if changes or partitions is None else {}
-    body: dict[str, Any] = _as_options(asked)
-    if partitions is not None:
-        body |= {"partitions": partitions, "force": force}
-    ask("PATCH", f"/api/admin/topics/{quote(name)}", body, topic=name)
-    changed = [f"{limit}={value}" if value else f"{limit} unset" for limit, value in asked.items()]
-    changed += [] if partitions is None else [f"{partitions} partition(s)"]
-    print(f"topic {name}: {' '.join(changed)}, in force")
+    return True
 
 
 def _as_options(limits: dict[str, str]) -> dict[str, int | str | None]:
@@ -323,45 +317,31 @@ def show(
 ) -> None:
     """Show a topic: its limits and where each comes from, and the size of each partition."""
     settings = load()
-    if elsewhere() is not None:
-        _show_elsewhere(name, as_json)
-        return
-    _require(settings, name)
-    found = describe(settings, name)
+    if elsewhere() is None:
+        _require(settings, name)
+        found = describe(settings, name)
+        from_seq, columns, last = found["from_seq"], ["limit", "value", "from"], ">last offset"
+        limits = [[limit, _text(limit, row["value"]), row["from"]] for limit, row in found["limits"].items()]
+        logs = [(row["messages"], row["bytes"], row["first_offset"], row["last_offset"]) for row in found["logs"]]
+    else:  # a gateway returns every limit in force, but not where it comes from
+        found = _ask_topic("GET", name)
+        from_seq, columns, last = found["fromSeq"], ["limit", "value"], ">end offset"
+        limits = [
+            [option, "none" if value in (None, -1) else str(value)]
+            for option, value in found.items()
+            if option not in ("name", "partitions", "fromSeq")
+        ]
+        logs = [
+            (row["endOffset"] - row["startOffset"], row["bytes"], row["startOffset"], row["endOffset"])
+            for row in found["partitions"]
+        ]
     if as_json:
         print(json.dumps(found))
         return
-    since = "pending" if found["from_seq"] is None else f"in force from seq {found['from_seq']}"
-    print(f"topic {name}: {found['partitions']} partition(s), {since}")
-    limits = table("limit", "value", "from")
-    for limit, row in found["limits"].items():
-        limits.add_row(limit, _text(limit, row["value"]), row["from"])
-    logs = table("partition", ">messages", ">bytes", ">first offset", ">last offset")
-    for number, row in enumerate(found["logs"]):
-        last = "" if row["last_offset"] is None else f"{row['last_offset']:,}"
-        logs.add_row(str(number), f"{row['messages']:,}", f"{row['bytes']:,}", f"{row['first_offset']:,}", last)
-    terminal.console().print(limits)
-    terminal.console().print(logs)
-
-
-def _show_elsewhere(name: str, as_json: bool) -> None:
-    """Show a topic from the HTTP API: every limit in force, but not where it comes from."""
-    found = ask("GET", f"/api/admin/topics/{quote(name)}", topic=name)
-    if as_json:
-        print(json.dumps(found))
-        return
-    since = "pending" if found["fromSeq"] is None else f"in force from seq {found['fromSeq']}"
-    print(f"topic {name}: {len(found['partitions'])} partition(s), {since}")
-    limits = table("limit", "value")
-    for option, value in found.items():
-        if option not in ("name", "partitions", "fromSeq"):
-            limits.add_row(option, "none" if value in (None, -1) else str(value))
-    logs = table("partition", ">messages", ">bytes", ">first offset", ">end offset")
-    for row in found["partitions"]:
-        numbers = row["endOffset"] - row["startOffset"], row["bytes"], row["startOffset"], row["endOffset"]
-        logs.add_row(str(row["partition"]), *(f"{number:,}" for number in numbers))
-    terminal.console().print(limits)
-    terminal.console().print(logs)
+    since = "pending" if from_seq is None else f"in force from seq {from_seq}"
+    print(f"topic {name}: {len(logs)} partition(s), {since}")
+    print_table(columns, limits)
+    print_table(("partition", ">messages", ">bytes", ">first offset", last), ((n, *row) for n, row in enumerate(logs)))
 
 
 def describe(settings: Settings, name: str) -> dict[str, Any]:
