@@ -9,21 +9,20 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from fnmatch import fnmatchcase
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import quote
 
 import typer
 
 from kmq.cli.elsewhere import ask, elsewhere, need_files
-from kmq.cli.output import counted, examples, existing_data, grouped, table
+from kmq.cli.output import counted, examples, existing_data, grouped, print_table
 from kmq.config import terminal
 from kmq.errors import ConfigError, KmqError
 from kmq.message import record
 from kmq.message.text import MAX_REPLAYS
 
 if TYPE_CHECKING:
-    from kmq.deadletters.redrive import SentRecords
-    from kmq.deadletters.selection import Dropped, Filter, Found, QueueSource, Selection, StoredRecord
+    from kmq.deadletters.selection import Dropped, Filter, Found, QueueSource, StoredRecord
 
 
 dlq_app = typer.Typer(
@@ -33,6 +32,7 @@ dlq_app = typer.Typer(
 )
 
 _MOST_ERROR = 60  # characters in a table
+_REFUSED, _NAMED = "refused", "refused: "  # a refused letter stays for a reason that begins so
 _TOPIC = Annotated[str, typer.Argument(help="The topic of dead letters, or the one they came from.")]
 _FILTERS = Annotated[
     list[str] | None,
@@ -96,11 +96,9 @@ def _list_elsewhere(topic: str, as_json: bool) -> None:
         for row in found["groups"]:
             print(json.dumps(row, ensure_ascii=False))
         return
-    shown = table(">letters", "newest", "error")
-    for row in found["groups"]:
-        shown.add_row(f"{row['count']:,}", _time(str(row["last_at"])), row["reason"][:_MOST_ERROR])
     print(f"{found['topic']}: {found['total']:,} letters" + (", and older ones" if found["more"] else ""))
-    terminal.console().print(shown)
+    rows = ((row["count"], _time(str(row["last_at"])), row["reason"][:_MOST_ERROR]) for row in found["groups"])
+    print_table((">letters", "newest", "error"), rows)
 
 
 def _list_topics(data: str, as_json: bool) -> None:
@@ -121,10 +119,7 @@ def _list_topics(data: str, as_json: bool) -> None:
     if not rows:
         print("no topics of dead letters (dead, <topic>.dlq)")
         return
-    shown = table("topic", ">letters")
-    for name, count in rows:
-        shown.add_row(name, f"{count:,}")
-    terminal.console().print(shown)
+    print_table(("topic", ">letters"), rows)
 
 
 def _list_letters(data: str, topic: str, filters: "list[Filter]", most: int, as_json: bool) -> None:
@@ -137,10 +132,10 @@ def _list_letters(data: str, topic: str, filters: "list[Filter]", most: int, as_
             print(json.dumps(_as_dict(found), ensure_ascii=False))
         _tell_more(every)
         return
-    shown = table("letter", "origin", "key", ">attempts", ">replays", "error")
-    for found in letters:
-        shown.add_row(*_row(found))
-    print(f"{topic}: no letters that match") if not shown.row_count else terminal.console().print(shown)
+    if rows := [[*_row(found)] for found in letters]:
+        print_table(("letter", "origin", "key", ">attempts", ">replays", "error"), rows)
+    else:
+        print(f"{topic}: no letters that match")
     _tell_more(every)
 
 
@@ -263,76 +258,61 @@ def replay(
     however often the command runs and whatever it selects; --max and
     --dry-run leave out those that were sent back before.
     """
-    from kmq.deadletters import redrive
-    from kmq.deadletters.selection import Selection, to_send
-
-    if elsewhere() is not None:
-        _replay_elsewhere(topic, sending, dry_run)
+    found = _replay(topic, sending, dry_run) if elsewhere() is None else _ask_to_replay(topic, sending, dry_run)
+    if found is None:
         return
+    name, is_here, stayed = found["topic"], elsewhere() is None, found["stayed"]
+    refused = {reason: count for reason, count in stayed.items() if reason.startswith(_REFUSED)}
+    parts = [f"{found['repeated']} were replayed before"] if found["repeated"] else []
+    parts += [] if found["complete"] else ["more are left, with which the same replay goes on"]
+    parts += [f"{count} stay: {reason}" for reason, count in stayed.items() if reason not in refused or not is_here]
+    if is_here and found["strangers"]:
+        where = f"kmq redrive {name} --to '<topic>.{{key}}'"
+        parts.append(f"{found['strangers']} say nothing about an origin; send them where they belong with: {where}")
+    what = f"would replay {found['would_replay']}" if dry_run else f"replayed {found['replayed']}"
+    print(f"{what} of {name}" + "".join(f"; {part}" for part in parts))
+    named = [reason.removeprefix(_NAMED) for reason in refused if reason.startswith(_NAMED)] if is_here else None
+    _fail_if(sum(refused.values()), named)
+
+
+def _replay(topic: str, sending: ReplayOptions, dry_run: bool) -> dict[str, Any] | None:
+    """Send the letters of this directory back. Without letters, print that and return None."""
+    from kmq.deadletters.selection import Selection, replay
+
     data = existing_data()
     name = _find(data, topic)
     if name is None:
-        return
+        return None
     chosen = Selection.of_letters(data, name, _filters(sending.filters), sending.max_replays, sending.most)
-    total = 0
 
-    def each() -> "Iterator[tuple[StoredRecord, bytes]]":
-        nonlocal total
-        for pair in terminal.while_read(chosen) if dry_run else counted(chosen, "replaying"):
-            total += 1
-            yield pair
-
-    if dry_run:
-        for stored, new_key in each():
+    def shown() -> "Iterator[tuple[StoredRecord, bytes]]":
+        for stored, new_key in terminal.while_read(chosen):
             print(f"{stored.partition}@{stored.offset} -> {new_key.decode(errors='replace')}")
-        print(f"would replay {total} of {name}{_left(chosen, name, chosen.before)}")
-        return
-    sent = redrive.send(to_send(each(), data), sending.rate)  # another replay may have sent some at the same time
-    went = total - sent.repeated - sent.refused
-    print(f"replayed {went} of {name}{_left(chosen, name, chosen.before + sent.repeated)}")
-    _tell_refused(sent)
+            yield stored, new_key
+
+    return replay(chosen, shown() if dry_run else counted(chosen, "replaying"), sending.rate, dry_run)
 
 
-def _tell_refused(sent: "SentRecords") -> None:
-    """Print the records that the broker has refused. Raises KmqError if there are any."""
-    for each in sent.named:
-        print(f"kmq: {each}", file=sys.stderr)
-    more = sent.refused - len(sent.named)
-    _fail_if(sent.refused, f"; {more} of them are not named" if more else "")
-
-
-def _fail_if(refused: int, more: str = "") -> None:
-    if refused:
-        raise KmqError(
-            f"{refused} records were refused and stay where they are{more};"
-            " too_long: raise KMQ_MAX_LINE, then run it again"
-        )
-
-
-def _replay_elsewhere(topic: str, sending: ReplayOptions, dry_run: bool) -> None:
+def _ask_to_replay(topic: str, sending: ReplayOptions, dry_run: bool) -> Any:
     if sending.max_replays != MAX_REPLAYS:
         need_files("dlq replay --max-replays")
     body = {"filter": sending.filters or [], "rate": round(sending.rate), "dryRun": dry_run}
     if sending.most:
         body["max"] = sending.most
-    found = ask("POST", f"/api/topics/{quote(topic)}/replay", body, topic=topic)
-    parts = [f"{found['repeated']} were replayed before"] if found["repeated"] else []
-    parts += [] if found["complete"] else ["more are left, with which the same replay goes on"]
-    parts += [f"{count} stay: {reason}" for reason, count in found["stayed"].items()]
-    what = f"would replay {found['would_replay']}" if dry_run else f"replayed {found['replayed']}"
-    print(f"{what} of {found['topic']}" + "".join(f"; {part}" for part in parts))
-    _fail_if(sum(count for reason, count in found["stayed"].items() if reason.startswith("refused")))
+    return ask("POST", f"/api/topics/{quote(topic)}/replay", body, topic=topic)
 
 
-def _left(chosen: "Selection", name: str, before: int) -> str:
-    """Return why the other records of the topic are not sent back. `before`: how many letters were sent back before."""
-    parts = [f"{before} were replayed before"] if before else []
-    parts += [] if chosen.is_complete else ["more are left, with which the same replay goes on"]
-    parts += [f"{count} stay: {reason}" for reason, count in chosen.stayed.items()]
-    if chosen.strangers:
-        where = f"kmq redrive {name} --to '<topic>.{{key}}'"
-        parts.append(f"{chosen.strangers} say nothing about an origin; send them where they belong with: {where}")
-    return "".join(f"; {part}" for part in parts)
+def _fail_if(refused: int, named: list[str] | None) -> None:
+    """Raise KmqError if the broker has refused records. `named`: some of them, to be printed."""
+    for each in named or ():
+        print(f"kmq: {each}", file=sys.stderr)
+    unnamed = 0 if named is None else refused - len(named)
+    if refused:
+        more = f"; {unnamed} of them are not named" if unnamed else ""
+        raise KmqError(
+            f"{refused} records were refused and stay where they are{more};"
+            " too_long: raise KMQ_MAX_LINE, then run it again"
+        )
 
 
 # --- redrive ---------------------------------------------------------------------------------------------------------
@@ -424,7 +404,7 @@ def redrive(
     sent = rules.send(records, sending.rate)
     before = f"; {sent.repeated} of them were stored before" if sent.repeated else ""
     print(f"redriven {total - sent.refused} {source.text}{before}")
-    _tell_refused(sent)
+    _fail_if(sent.refused, sent.named)
 
 
 def _open(data: str, topic: str, dropped: bool) -> "QueueSource | Dropped":

@@ -18,7 +18,7 @@ from fnmatch import translate
 from functools import partial
 from typing import Any, NamedTuple
 
-from kmq.deadletters.redrive import BACK, Redriven, RedrivenPartition, back_digest, rewrite
+from kmq.deadletters.redrive import BACK, Redriven, RedrivenPartition, SentRecords, back_digest, rewrite, send
 from kmq.errors import ConfigError
 from kmq.log import checkpoint, dedupe_file, dropped, identity, reader, topic_changes, topics
 from kmq.log.committed import readable_seq
@@ -364,3 +364,36 @@ def to_send(
     for stored, new_key in chosen:
         partition = RedrivenPartition(broker, stored.log, stored.partition, redrive)
         yield partition, stored.offset, stored.line, new_key
+
+
+def replay(
+    chosen: Selection, letters: Iterable[tuple[StoredRecord, bytes]], rate: float, dry_run: bool
+) -> dict[str, Any]:
+    """Send letters back to their topics, or only count them. Return the answer of POST /api/topics/{topic}/replay.
+
+    `letters`: those of `chosen`, which the caller may watch, or end early.
+    """
+    total, sent = 0, SentRecords(0, 0, [])
+
+    def counted() -> Iterator[tuple[StoredRecord, bytes]]:
+        nonlocal total
+        for pair in letters:
+            total += 1
+            yield pair
+
+    if dry_run:
+        for _ in counted():
+            pass
+    else:
+        sent = send(to_send(counted(), chosen.source.data), rate)
+    unnamed = sent.refused - len(sent.named)
+    refused = {f"refused: {each}": 1 for each in sent.named} | ({"refused, and not named": unnamed} if unnamed else {})
+    return {
+        "dryRun": dry_run,
+        "topic": chosen.source.topic,
+        "would_replay" if dry_run else "replayed": total - sent.repeated - sent.refused,
+        "repeated": chosen.before + sent.repeated,  # another replay may have sent some at the same time
+        "stayed": chosen.stayed | refused,
+        "strangers": chosen.strangers,
+        "complete": chosen.is_complete,
+    }

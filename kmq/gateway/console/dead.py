@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
 
-from kmq.deadletters import redrive
-from kmq.deadletters.selection import Filter, Selection, StoredRecord, to_send
+from kmq.deadletters.selection import Filter, Selection, StoredRecord, replay
 from kmq.errors import ConfigError, KmqError
 from kmq.gateway.console.messages import ANSWER_BYTES, shown, told, weight
 from kmq.gateway.core.broker import RequestRefused, bad_field
@@ -95,14 +94,14 @@ class DeadLetters:
         if not self._replaying.acquire(blocking=False):
             raise RequestRefused("too_many", "another replay is going on; it ends within a minute")
         try:
-            return self._replay(topic, chosen, rate, dry_run)
+            return self._replay(chosen, rate, dry_run)
         finally:
             self._replaying.release()
 
-    def _replay(self, topic: str, chosen: Selection, rate: float, dry_run: bool) -> dict[str, Any]:
-        total, sent = 0, redrive.SentRecords(0, 0, [])
+    def _replay(self, chosen: Selection, rate: float, dry_run: bool) -> dict[str, Any]:
+        total = 0
 
-        def counted() -> Iterator[tuple[StoredRecord, bytes]]:
+        def in_time() -> Iterator[tuple[StoredRecord, bytes]]:
             nonlocal total
             try:
                 for pair in chosen:
@@ -111,31 +110,15 @@ class DeadLetters:
             except _Over:  # letters yielded before are still sent and counted
                 pass
 
-        if dry_run:
-            for _ in counted():
-                pass
-        else:
-            try:
-                sent = redrive.send(to_send(counted(), self._data), rate)
-            except KmqError as err:
-                raise RequestRefused("not_answered", f"after {total} letters: {err}; the same replay goes on") from err
-        return {
-            "dryRun": dry_run,
-            "topic": topic,
-            "would_replay" if dry_run else "replayed": total - sent.repeated - sent.refused,
-            "repeated": chosen.before + sent.repeated,  # another replay may have sent some at the same time
-            "stayed": chosen.stayed | {f"refused: {each}": 1 for each in sent.named} | _unnamed(sent),
-            "strangers": chosen.strangers,
-            "complete": chosen.is_complete,
-        }
+        try:
+            return replay(chosen, in_time(), rate, dry_run)
+        except KmqError as err:
+            if dry_run:
+                raise
+            raise RequestRefused("not_answered", f"after {total} letters: {err}; the same replay goes on") from err
 
     def _open(self, topic: str) -> list[Partition]:
         return [self._partitions.open(topic, number) for number in range(self._partitions.count(topic))]
-
-
-def _unnamed(sent: redrive.SentRecords) -> dict[str, int]:
-    more = sent.refused - len(sent.named)
-    return {"refused, and not named": more} if more else {}
 
 
 def _count(found: dict[str, dict[str, Any]], reason: str, message: Any, room: int) -> int:
