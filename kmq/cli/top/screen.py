@@ -265,7 +265,7 @@ def findings(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
         style = "bad" if finding.is_error else "warn"
         for text in _wrapped(f"{finding.code}: {finding.why}", width, ""):
             lines.append(ScreenLine(text, style))
-        for text in _wrapped(f"do: {finding.do}", width, "  ") if finding.do else ():
+        for text in _wrapped(f"do: {finding.advice}", width, "  ") if finding.advice else ():
             lines.append(ScreenLine(text))
     return [ScreenLine(), *lines] if lines else []
 
@@ -294,7 +294,7 @@ def between(snapshot: TopSnapshot, stage: str) -> LinkRow | None:
     fifo, ring = snapshot.link(name), snapshot.link("received") if name == "raw" else None
     if fifo is None or ring is None:
         return fifo or ring
-    nbytes = None if fifo.nbytes is None else fifo.nbytes + (ring.nbytes or 0)
+    nbytes = None if fifo.bytes is None else fifo.bytes + (ring.bytes or 0)
     fills = [link.fill for link in (fifo, ring) if link.fill is not None]
     return LinkRow(name, nbytes, None, None, max(fills) if fills else None)
 
@@ -303,7 +303,7 @@ def waits(link: LinkRow | None) -> str:
     """Return what waits in a link: in messages if they are counted, else in bytes."""
     if link is None:
         return "-"
-    return f"{count(link.messages)} msg" if link.messages is not None else size(link.nbytes)
+    return f"{count(link.messages)} msg" if link.messages is not None else size(link.bytes)
 
 
 def fill_style(link: LinkRow | None) -> str:
@@ -374,7 +374,7 @@ def _rate(name: str, stage: StageRow) -> str:
     """Return the rate of a stage. Ingress counts bytes, not messages, because it passes blocks on unread."""
     if name != "ingress":
         return per_second(stage.rate)
-    return "-" if stage.byte_rate is None else size(stage.byte_rate) + "/s"
+    return "-" if stage.bytes_rate is None else size(stage.bytes_rate) + "/s"
 
 
 def _about(name: str, stage: StageRow) -> str:
@@ -423,7 +423,7 @@ def intakes(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
         (
             row.name,
             per_second(row.rate).removesuffix("/s"),
-            *(size(row.byte_rate), count(row.connections), count(row.refused), count(row.dropped)),
+            *(size(row.bytes_rate), count(row.connections), count(row.refused), count(row.dropped)),
         )
         for row in snapshot.intakes
     ]
@@ -437,7 +437,7 @@ def topics(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
         (
             row.topic,
             per_second(row.rate).removesuffix("/s"),
-            *(size(row.byte_rate), count(row.records), size(row.nbytes), count(row.partitions)),
+            *(size(row.bytes_rate), count(row.records), size(row.bytes), count(row.partitions)),
         )
         for row in snapshot.topics
     ]
@@ -497,7 +497,7 @@ def connections(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     for link in snapshot.links:
         line = ScreenLine().cell(link.name, first).cell(percent(link.fill), _NUMBER, fill_style(link), True)
         line.add(" ").add(bar(link.fill, _NUMBER - 1), "bar")
-        for cell in (size(link.nbytes), size(link.capacity), count(link.messages)):
+        for cell in (size(link.bytes), size(link.capacity), count(link.messages)):
             line.cell(cell, _NUMBER, right=True)
         lines.append(line)
     return lines

@@ -2,16 +2,19 @@
 
 Invariant   `parse` never fails and never invents: a value that is missing, or of another type, is None. The document
             may come from any server that a URL leads to.
+Rows        A field of a row has the name that it has in the document; `_decode` reads it by its type, text or number.
 Memory      At most _ROWS topics, groups, findings and events; a text is cut at _LONGEST characters.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 _ROWS = 200
 _LONGEST = 2000
 
 Document = dict[str, Any]
+_Row = TypeVar("_Row")
 
 
 class StageRow(NamedTuple):
@@ -25,14 +28,14 @@ class StageRow(NamedTuple):
     refused: float | None
     dropped: float | None
     rate: float | None  # messages a second
-    byte_rate: float | None
+    bytes_rate: float | None
 
 
 class LinkRow(NamedTuple):
     """What waits between two processes. `fill`: 0 to 1."""
 
     name: str
-    nbytes: float | None
+    bytes: float | None
     capacity: float | None
     messages: float | None
     fill: float | None
@@ -50,9 +53,9 @@ class FindingRow(NamedTuple):
     """What is wrong, and what to do."""
 
     code: str
-    is_error: bool
     why: str
-    do: str
+    advice: str
+    is_error: bool
 
 
 class IntakeRow(NamedTuple):
@@ -60,7 +63,7 @@ class IntakeRow(NamedTuple):
 
     name: str  # port, kind and topic
     rate: float | None  # lines a second
-    byte_rate: float | None
+    bytes_rate: float | None
     connections: float | None
     refused: float | None
     dropped: float | None
@@ -72,8 +75,8 @@ class KafkaRow(NamedTuple):
     port: float | None
     connections: float | None
     producers: float | None
-    cached: float | None  # batches that consumers got as they were produced
-    rendered: float | None  # and those that were made from lines
+    batches_from_cache: float | None  # batches that consumers got as they were produced
+    batches_from_lines: float | None  # and those that were made from lines
 
 
 class TopicRow(NamedTuple):
@@ -81,9 +84,9 @@ class TopicRow(NamedTuple):
 
     topic: str
     rate: float | None
-    byte_rate: float | None
+    bytes_rate: float | None
     records: float | None
-    nbytes: float | None
+    bytes: float | None
     partitions: float | None
 
 
@@ -144,9 +147,9 @@ def parse(document: object, problem: str = "") -> TopSnapshot:
     overview = _map(document)
     status, rates = _map(overview.get("status")), _map(overview.get("rates"))
     notes = {key: _text(value) for key, value in _map(overview.get("notes")).items()}
-    topics = [_topic(row) for row in _rows(overview.get("topics"))]
-    groups = [_group(row) for row in _rows(overview.get("groups"))]
-    events = sorted((_event(row) for row in _rows(overview.get("events"))), key=lambda event: -event.at)
+    topics = [_decode(TopicRow, row) for row in _rows(overview.get("topics"))]
+    groups = [_decode(GroupLagRow, row) for row in _rows(overview.get("groups"))]
+    events = [_decode(EventRow, row | {"at": _number(row.get("at")) or 0.0}) for row in _rows(overview.get("events"))]
     return TopSnapshot(
         as_of=_number(overview.get("as_of")) or 0.0,
         is_ready=status.get("ready") is True,
@@ -158,22 +161,22 @@ def parse(document: object, problem: str = "") -> TopSnapshot:
         latency=_latency(overview, status),
         findings=_findings(status),
         intakes=[_intake(row) for row in _rows(overview.get("intakes"))],
-        kafka=_kafka(status),
-        topics=sorted(topics, key=lambda row: (-(row.rate or 0), -(row.byte_rate or 0), row.topic)),
+        kafka=_decode(KafkaRow, kafka) if (kafka := _map(status.get("kafka"))) else None,
+        topics=sorted(topics, key=lambda row: (-(row.rate or 0), -(row.bytes_rate or 0), row.topic)),
         topics_total=_count(overview.get("topics_total"), topics),
         groups=sorted(groups, key=lambda row: (-(row.lag or 0), row.group)),
         groups_total=_count(overview.get("groups_total"), groups),
-        events=events,
+        events=sorted(events, key=lambda event: -event.at),
         notes=notes,
         problem=problem,
     )
 
 
-def _map(value: object) -> dict[str, Any]:
+def _map(value: object) -> Document:
     return value if isinstance(value, dict) else {}
 
 
-def _rows(value: object) -> list[dict[str, Any]]:
+def _rows(value: object) -> list[Document]:
     return [row for row in value[:_ROWS] if isinstance(row, dict)] if isinstance(value, list) else []
 
 
@@ -194,68 +197,45 @@ def _count(value: object, rows: list[Any]) -> int:
     return len(rows) if number is None else int(number)
 
 
-def _stage(row: dict[str, Any], rates: dict[str, Any]) -> StageRow:
-    counts = (_number(row.get(name)) for name in ("restarts", "connections", "seq", "refused", "dropped"))
-    moved = (_number(rates.get(name)) for name in ("messages", "bytes"))
-    return StageRow(_text(row.get("name")), _text(row.get("state")) or "-", *counts, *moved)
+def _decode(kind: Callable[..., _Row], row: Document) -> _Row:
+    """Return a row of the snapshot: each field from the value of its name."""
+    kinds = kind.__annotations__.items()
+    return kind(**{name: _text(row.get(name)) if of is str else _number(row.get(name)) for name, of in kinds})
 
 
-def _links(status: dict[str, Any]) -> list[LinkRow]:
+def _stage(row: Document, rates: Document) -> StageRow:
+    moved = {"rate": rates.get("messages"), "bytes_rate": rates.get("bytes")}
+    return _decode(StageRow, row | moved | {"state": _text(row.get("state")) or "-"})
+
+
+def _links(status: Document) -> list[LinkRow]:
     rows = _rows(status.get("links"))
-    if not rows:  # of a broker that tells only what waits
+    if not rows:  # an older broker reports only what waits
         backlog = _map(status.get("backlog"))
         rows = [
             {"name": "raw", "bytes": backlog.get("raw_bytes")},
             {"name": "framed", "messages": backlog.get("framed_messages")},
             {"name": "durable", "messages": backlog.get("durable_messages")},
         ]
-    fields = ("bytes", "capacity", "messages", "fill")
-    return [LinkRow(_text(row.get("name")), *(_number(row.get(field)) for field in fields)) for row in rows]
+    return [_decode(LinkRow, row) for row in rows]
 
 
-def _latency(overview: dict[str, Any], status: dict[str, Any]) -> list[Latency]:
-    recent, since_start = _map(overview.get("latency")), _map(status.get("latency"))
-    found = []
-    for name in ("ack", "sync", "routed"):
-        row = _map(recent.get(name) if name in recent else since_start.get(name))
-        found.append(Latency(name, _number(row.get("p50")), _number(row.get("p99"))))
-    return found
+def _latency(overview: Document, status: Document) -> list[Latency]:
+    rows = _map(status.get("latency")) | _map(overview.get("latency"))  # since the start, and recent ones
+    return [_decode(Latency, _map(rows.get(name)) | {"name": name}) for name in ("ack", "sync", "routed")]
 
 
-def _findings(status: dict[str, Any]) -> list[FindingRow]:
+def _findings(status: Document) -> list[FindingRow]:
     rows = [(row, row.get("severity") == "error") for row in _rows(status.get("findings"))]
     if "findings" not in status:
         rows = [(row, True) for row in _rows(status.get("reasons"))]
         rows += [(row, False) for row in _rows(status.get("warnings"))]
     return [
-        FindingRow(_text(row.get("code")), is_error, _text(row.get("why")), _text(row.get("advice")))
+        FindingRow(_text(row.get("code")), _text(row.get("why")), _text(row.get("advice")), is_error)
         for row, is_error in rows
     ]
 
 
-def _intake(row: dict[str, Any]) -> IntakeRow:
-    port, *counts = (
-        _number(row.get(field)) for field in ("port", "rate", "bytes_rate", "connections", "refused", "dropped")
-    )
-    return IntakeRow(f"{port or 0:.0f}/{_text(row.get('kind'))} {_text(row.get('topic'))}", *counts)
-
-
-def _kafka(status: dict[str, Any]) -> KafkaRow | None:
-    row = _map(status.get("kafka"))
-    fields = ("port", "connections", "producers", "batches_from_cache", "batches_from_lines")
-    return KafkaRow(*(_number(row.get(field)) for field in fields)) if row else None
-
-
-def _topic(row: dict[str, Any]) -> TopicRow:
-    fields = ("rate", "bytes_rate", "records", "bytes", "partitions")
-    return TopicRow(_text(row.get("topic")), *(_number(row.get(field)) for field in fields))
-
-
-def _group(row: dict[str, Any]) -> GroupLagRow:
-    numbers = (_number(row.get(field)) for field in ("members", "lag", "lag_seconds"))
-    return GroupLagRow(_text(row.get("group")), _text(row.get("state")), *numbers)
-
-
-def _event(row: dict[str, Any]) -> EventRow:
-    texts = (_text(row.get(field)) for field in ("kind", "about", "text"))
-    return EventRow(_number(row.get("at")) or 0.0, *texts)
+def _intake(row: Document) -> IntakeRow:
+    name = f"{_number(row.get('port')) or 0:.0f}/{_text(row.get('kind'))} {_text(row.get('topic'))}"
+    return _decode(IntakeRow, row | {"name": name})
