@@ -258,10 +258,11 @@ def replay(
     however often the command runs and whatever it selects; --max and
     --dry-run leave out those that were sent back before.
     """
-    found = _replay(topic, sending, dry_run) if elsewhere() is None else _ask_to_replay(topic, sending, dry_run)
+    is_here = elsewhere() is None
+    found = _replay(topic, sending, dry_run) if is_here else _ask_to_replay(topic, sending, dry_run)
     if found is None:
         return
-    name, is_here, stayed = found["topic"], elsewhere() is None, found["stayed"]
+    name, stayed = found["topic"], found["stayed"]
     refused = {reason: count for reason, count in stayed.items() if reason.startswith(_REFUSED)}
     parts = [f"{found['repeated']} were replayed before"] if found["repeated"] else []
     parts += [] if found["complete"] else ["more are left, with which the same replay goes on"]
