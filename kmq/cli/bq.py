@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from kmq.cli.output import examples, open_queue, stop_on_signals, table
+from kmq.cli.output import examples, open_queue, print_table, stop_on_signals
 from kmq.config import terminal
 from kmq.errors import EXIT_SIGINT, ConfigError
 
@@ -166,8 +166,6 @@ def _say(text: str) -> None:
 
 # --- status ----------------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("node", ">last read", ">lag", "subscriber", "error")
-
 
 @bq_app.command(epilog=examples("kmq bq status", "kmq bq status --json"))
 def status(as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False) -> None:
@@ -194,11 +192,12 @@ def _print_status(cluster: str, found: "Status") -> None:
     if not found.nodes:
         print("no node has subscribed yet; see: kmq bq follow --help")
         return
-    shown = table(*_COLUMNS)
-    for node in found.nodes:
-        lag = f"[yellow]{node.lag:,}[/]" if node.lag else "0"
-        shown.add_row(escape(node.broker), f"{node.read:,}", lag, _subscriber(node), f"[red]{escape(node.error)}[/]")
-    terminal.console().print(shown)
+    print_table(("node", ">last read", ">lag", "subscriber", "error"), map(_row, found.nodes))
+
+
+def _row(node: "Node") -> tuple[str | int, ...]:
+    lag = f"[yellow]{node.lag:,}[/]" if node.lag else "0"
+    return escape(node.broker), node.read, lag, _subscriber(node), f"[red]{escape(node.error)}[/]"
 
 
 def _subscriber(node: "Node") -> str:

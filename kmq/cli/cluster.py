@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from kmq.broker.door import known_shard
 from kmq.broker.supervisor import is_data
-from kmq.cli.output import counting, examples, open_queue, seconds, table
+from kmq.cli.output import confirm, counting, examples, open_queue, print_table, seconds
 from kmq.config import terminal
 from kmq.config.settings import load
 from kmq.errors import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, EXIT_RETRY, ConfigError, CorruptError, RetryError
@@ -166,17 +166,17 @@ def _show(found: dict[str, Any]) -> None:
         f" version {found['version']}",
         markup=False,
     )
-    rows = table("broker", "replica", "role", ">version", ">end", ">as of", "problem")
+    rows = list[tuple[str, ...]]()
     for name, each in sorted(found["brokers"].items()):
         if each is None:
-            rows.add_row(escape(name), "-", "never seen", "", "", "", "")
+            rows.append((escape(name), "-", "never seen"))
             continue
         version = "" if each["version"] is None else str(each["version"])
         role = each["role"] if each["alive"] else "away"
         at = each.get("as_of")  # None: of an older release
         age = f"{duration(max(1, math.ceil(time.time() - at)))} ago" if at is not None else ""
-        rows.add_row(escape(name), escape(each["replica"]), role, version, str(each["end"]), age, each["problem"])
-    console.print(rows)
+        rows.append((escape(name), escape(each["replica"]), role, version, str(each["end"]), age, each["problem"]))
+    print_table(("broker", "replica", "role", ">version", ">end", ">as of", "problem"), rows)
     if found["problem"]:
         console.print(f"problem: {found['problem']}", markup=False)
     if found["problem"] == "isr_replaced":
@@ -380,9 +380,7 @@ def _is_wanted(what: str, dry_run: bool, yes: bool) -> bool:
         print(f"{what}; nothing was changed")
         return False
     if not yes:
-        if not sys.stdin.isatty():
-            raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to do it")
-        typer.confirm(f"{what}. Go on?", abort=True)
+        confirm(what, "do it", "Go on?")
     return True
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from kmq.cli.output import examples, open_queue, seconds, table
-from kmq.config import terminal
+from kmq.cli.output import examples, open_queue, print_table, seconds
 from kmq.config.settings import SHARED
 from kmq.config.states import DEFAULT, REVOKED, SETTINGS, TOKENS, TOPICS, UNREADABLE, fault
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
@@ -355,12 +354,12 @@ def _print(found: dict[str, Any]) -> None:
     told = [f"message {found['epoch']}", f"{len(found['topics'])} topics", f"{len(found['tokens'])} revoked tokens"]
     told += [f"{name}={text}" for name, text in found["settings"].items()]
     print(", ".join(told))
-    shown = table("broker", ">read", ">lag", "health", "last seen")
+    rows = []
     for row in found["brokers"]:
         seen = f"{max(0, time.time() - row['seen']):,.0f} s ago" if row["health"] == "away" and row["seen"] else ""
         health = f"[{_COLOURS.get(row['health'], 'red')}]{row['health']}[/]"
-        shown.add_row(escape(row["broker"]), f"{row['read']:,}", f"{row['lag']:,}", health, seen)
-    terminal.console().print(shown)
+        rows.append((escape(row["broker"]), row["read"], row["lag"], health, seen))
+    print_table(("broker", ">read", ">lag", "health", "last seen"), rows)
     for row in found["brokers"]:
         _print_remarks(row, found["settings"])
 

@@ -3,6 +3,7 @@ terminal.
 """
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,6 +119,13 @@ def open_queue() -> "BroadcastQueue":
     except ImportError as error:
         raise ConfigError(f"{error}; the Broadcast Queue needs: {pip_install('cluster')}") from error
     return BroadcastQueue()
+
+
+def confirm(what: str, to_do: str, question: str) -> None:
+    """Ask before something is done for good. Raises ConfigError without a terminal, and Abort for a no."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to {to_do}")
+    typer.confirm(f"{what}. {question}", abort=True)
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------

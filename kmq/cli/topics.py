@@ -2,9 +2,8 @@
 
 import json
 import os
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -13,7 +12,7 @@ import typer
 from kmq.broker import status
 from kmq.broker.data_directory import known_id
 from kmq.cli.elsewhere import ask, elsewhere, need_files
-from kmq.cli.output import examples, existing_data, print_table
+from kmq.cli.output import confirm, examples, existing_data, print_table
 from kmq.config.settings import SETTINGS, Settings, load
 from kmq.config.states import InForce
 from kmq.config.values import FOREVER
@@ -38,6 +37,7 @@ _ENV = {row.attribute: row.env for row in SETTINGS}
 _BYTES = ((" GiB", 1 << 30), (" MiB", 1 << 20), (" KiB", 1 << 10), (" B", 1))
 _AGES = (("d", 86400.0), ("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001))
 _NAME = typer.Argument(help="A topic; see kmq topics list.")
+_KEPT = "The WAL keeps the messages until its retention deletes them"
 
 
 def _require(settings: Settings, name: str) -> None:
@@ -64,14 +64,18 @@ def _require_leader(settings: Settings) -> None:
         )
 
 
-def _is_carried_out(settings: Settings, request: TopicRequest) -> bool:
-    """Return True once the router has carried out the request; False if the broker is not ready, or too slow."""
+def _wait(is_done: Callable[[], bool], can_be_done: Callable[[], bool] = lambda: True) -> bool:
+    """Return True once the router has done it; False if that takes too long, or the broker is not ready."""
     deadline = time.monotonic() + _ADOPT_S
-    while request.is_waiting:
-        if not status.collect(settings).ready or time.monotonic() > deadline:
+    while not is_done():
+        if not can_be_done() or time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)
     return True
+
+
+def _is_carried_out(settings: Settings, request: TopicRequest) -> bool:
+    return _wait(lambda: not request.is_waiting, lambda: status.collect(settings).ready)
 
 
 # --- create ----------------------------------------------------------------------------------------------------------
@@ -112,20 +116,14 @@ def create(
     open_data(settings.data, known_id(settings), settings.shard)
     _require_leader(settings)
     topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
-    deadline = time.monotonic() + _ADOPT_S
-    while True:
-        found = topics.read(settings.data, name)
-        from_seq = found.from_seq
-        if from_seq is not None:  # even if the broker has become unready since then
-            if (found.partitions, found.partitioner, found.limits) != (partitions, partitioner, limits):
-                text = "a message or another command was first, so it is not as you declared it; see kmq topics show"
-                raise KmqError(f"topic {name}: exists with {found.partitions} partition(s): {text} {name}")
-            _print_created(name, partitions, from_seq)
-            return
-        if not status.collect(settings).ready or time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_S)
-    _print_created(name, partitions, None, f"declared in {os.path.abspath(settings.data)}, ")
+    if not _wait(lambda: topics.read(settings.data, name).from_seq is not None, lambda: status.collect(settings).ready):
+        _print_created(name, partitions, None, f"declared in {os.path.abspath(settings.data)}, ")
+        return
+    found = topics.read(settings.data, name)
+    if (found.partitions, found.partitioner, found.limits) != (partitions, partitioner, limits):
+        text = "a message or another command was first, so it is not as you declared it; see kmq topics show"
+        raise KmqError(f"topic {name}: exists with {found.partitions} partition(s): {text} {name}")
+    _print_created(name, partitions, found.from_seq)
 
 
 def _print_created(name: str, partitions: int, from_seq: int | None, where: str = "") -> None:
@@ -445,12 +443,14 @@ def truncate(
         print(f"{what} {'would be deleted' if count else 'are there; nothing is deleted'}")
         return
     if not yes:
-        _confirm(what, "them")
+        confirm(what, "delete them", "Delete them for good?")
     request = topic_changes.begin_at(settings.data, name, topics.known_from_seq(settings.data, name), starts)
     if not _is_carried_out(settings, request):
         print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")
         return
-    if not _have_begun(settings, name, starts):
+    if not _wait(
+        lambda: all(reader.partition(settings.data, name, n).first_offset >= offset for n, offset in starts.items())
+    ):
         raise KmqError(
             f"{what}: not all are deleted yet; the broker goes on, and its log may say why (start_postponed)"
         )
@@ -460,13 +460,6 @@ def truncate(
 def _refuse_own(name: str, what: str) -> None:
     if name.startswith("__"):
         raise ConfigError(f"topic {name}: belongs to KMQ itself and cannot be {what}")
-
-
-def _confirm(what: str, it: str) -> None:
-    """Ask for confirmation before a deletion for good. Raises ConfigError without a terminal."""
-    if not sys.stdin.isatty():
-        raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to delete {it}")
-    typer.confirm(f"{what}. Delete {it} for good?", abort=True)
 
 
 def _starts(name: str, sizes: list[PartitionSize], before: str, partition: int | None) -> dict[int, int]:
@@ -483,16 +476,6 @@ def _starts(name: str, sizes: list[PartitionSize], before: str, partition: int |
         if starts[size.partition] > size.end_offset:
             raise ConfigError(f"topic {name}/{size.partition}: ends with offset {size.end_offset}, before {before}")
     return starts
-
-
-def _have_begun(settings: Settings, name: str, starts: dict[int, int]) -> bool:
-    """Return True once the partitions begin with these offsets, or later; False if that takes too long."""
-    deadline = time.monotonic() + _ADOPT_S
-    while any(reader.partition(settings.data, name, each).first_offset < offset for each, offset in starts.items()):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
 
 
 # --- delete ----------------------------------------------------------------------------------------------------------
@@ -513,10 +496,8 @@ def delete(
     if (there := elsewhere()) is not None:
         if not yes:
             raise ConfigError(f"topic {name}: give --yes to delete it with its messages at {there.url}")
-        ask("DELETE", f"/api/admin/topics/{quote(name)}", topic=name)
-        print(
-            f"topic {name}: deleted, and its space is free. The WAL keeps the messages until its retention deletes them"
-        )
+        _ask_topic("DELETE", name)
+        print(f"topic {name}: deleted, and its space is free. {_KEPT}")
         return
     _require(settings, name)
     _require_leader(settings)
@@ -524,7 +505,7 @@ def delete(
     from_seq = topics.known_from_seq(settings.data, name)
     what = f"topic {name}: {found['messages']:,} messages, {found['bytes']:,} bytes, {found['partitions']} partition(s)"
     if not yes:
-        _confirm(what, "it")
+        confirm(what, "delete it", "Delete it for good?")
     request = topic_changes.delete(settings.data, name, from_seq)
     if not _is_carried_out(settings, request):
         print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")
@@ -533,7 +514,7 @@ def delete(
         if topics.load(settings.data, name)[1] == found["from_seq"]:
             raise KmqError(f"topic {name}: was not deleted; the log of the broker says why (event request_refused)")
         what += "; a message has created it again"
-    print(f"{what}: deleted, and their space is free. The WAL keeps the messages until its retention deletes them")
+    print(f"{what}: deleted, and their space is free. {_KEPT}")
 
 
 def add_to(app: typer.Typer) -> None:
