@@ -192,7 +192,7 @@ def _print_status(cluster: str, found: "Status") -> None:
     if not found.nodes:
         print("no node has subscribed yet; see: kmq bq follow --help")
         return
-    print_table(("node", ">last read", ">lag", "subscriber", "error"), map(_row, found.nodes))
+    print_table(("node", ">last read", ">lag", "subscriber", "error"), map(_row, found.nodes), markup=True)
 
 
 def _row(node: "Node") -> tuple[str | int, ...]:

@@ -176,7 +176,7 @@ def _show(found: dict[str, Any]) -> None:
         at = each.get("as_of")  # None: of an older release
         age = f"{duration(max(1, math.ceil(time.time() - at)))} ago" if at is not None else ""
         rows.append((escape(name), escape(each["replica"]), role, version, str(each["end"]), age, each["problem"]))
-    print_table(("broker", "replica", "role", ">version", ">end", ">as of", "problem"), rows)
+    print_table(("broker", "replica", "role", ">version", ">end", ">as of", "problem"), rows, markup=True)
     if found["problem"]:
         console.print(f"problem: {found['problem']}", markup=False)
     if found["problem"] == "isr_replaced":

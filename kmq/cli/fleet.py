@@ -359,7 +359,7 @@ def _print(found: dict[str, Any]) -> None:
         seen = f"{max(0, time.time() - row['seen']):,.0f} s ago" if row["health"] == "away" and row["seen"] else ""
         health = f"[{_COLOURS.get(row['health'], 'red')}]{row['health']}[/]"
         rows.append((escape(row["broker"]), row["read"], row["lag"], health, seen))
-    print_table(("broker", ">read", ">lag", "health", "last seen"), rows)
+    print_table(("broker", ">read", ">lag", "health", "last seen"), rows, markup=True)
     for row in found["brokers"]:
         _print_remarks(row, found["settings"])
 

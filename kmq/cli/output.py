@@ -163,12 +163,12 @@ def table(*columns: str) -> "Table":
     return made
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> None:
-    """Print a table. In a cell a number is written 12,345, and None is blank."""
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str | float | None]], markup: bool = False) -> None:
+    """Print a table. In a cell a number is written 12,345, and None is blank. `markup`: [red] in a text is a colour."""
     shown = table(*columns)
     for row in rows:
         shown.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else cell for cell in row))
-    terminal.console().print(shown)
+    terminal.console().print(shown, markup=markup)
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

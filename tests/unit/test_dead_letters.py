@@ -186,6 +186,14 @@ def test_topics_of_letters_and_letters_are_listed(dlq):
     assert dlq("ls", "other") == "other: no dead letters\n"
 
 
+def test_a_table_shows_brackets_of_a_letter_as_they_are(tmp_path, monkeypatch):
+    failure = Failure("g", ValueError("no [/red] in [bold]"), 1, 1.0, 2.0)
+    write_data(tmp_path / "data", [format_letter(stored(b"9"), "orders.dlq", failure)[:-1]], {"orders.dlq": 1})
+    monkeypatch.setenv("KMQ_DATA", str(tmp_path / "data"))
+    done = CliRunner().invoke(app, ["dlq", "ls", "orders"])
+    assert "ValueError: no [/red] in [bold]" in done.stdout, done.exception
+
+
 def test_a_letter_is_shown_whole(dlq):
     newest, first = dlq("show", "orders"), dlq("show", "orders.dlq", "0")
     assert newest.startswith("letter        orders.dlq/0@1\norigin        orders/3@17\ngroup         bil.ling\n")
