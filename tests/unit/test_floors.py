@@ -46,7 +46,7 @@ FLOORS = [
     ["kmq.gateway.core", "kmq.spark.tables", "kmq.spark.streaming", "kmq.spark.sink"],
     ["kmq.spark.source"],
     ["kmq.spark.connections kmq.spark.failures kmq.spark.paths kmq.spark.pinned"],
-    ["kmq.ingress", "kmq.framing", "kmq.router", "kmq.repair", "kmq.deadletters", "kmq.replica"],
+    ["kmq.ingress", "kmq.framing", "kmq.router", "kmq.repair", "kmq.deadletters", "kmq.replica", "kmq.tier"],
     ["kmq.broker"],
     ["kmq.client kmq", "kmq.log"],
     ["kmq.links", "kmq.cluster", "kmq.access", "kmq.sending"],

@@ -1,0 +1,271 @@
+"""One turn of the copy: what goes up, in which order, and what a kill, a lie or another directory changes."""
+
+import gzip
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from fake_logger import FakeLogger
+from made_data import append, write_data
+from made_up import no_room
+from tier_stores import LyingStore
+
+from kmq.log import dedupe_file, reader, wal
+from kmq.log.wal import Wal
+from kmq.router.queues import Queues
+from kmq.tier import turn as turn_module
+from kmq.tier.commits import CommitLog, DamagedError, FencedError
+from kmq.tier.store import StoreError, get
+from kmq.tier.turn import AheadError, Copier, TurnOptions, full_key
+
+LINES = [b"orders.k%d|0|%d|%s" % (n % 5, n, b"x" * 400) for n in range(1, 501)]
+
+
+@pytest.fixture
+def place(tmp_path):
+    return LyingStore(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_data(tmp_path / "data", LINES, {"orders": 2})
+
+
+def copier(data, place, object_bytes=1 << 26):
+    return Copier(str(data), place, FakeLogger(), TurnOptions(object_bytes, 0, lambda: wal.last_stored(str(data))[0]))
+
+
+def state(place, data):
+    lineage = Path(data, "lineage").read_text().strip()
+    return CommitLog(place, lineage, "reader@here").read()
+
+
+def wal_of(place, data):
+    lineage = Path(data, "lineage").read_text().strip()
+    rows = state(place, data).wal
+    return b"".join(gzip.decompress(get(place, full_key(lineage, row.values["key"]))) for row in rows)
+
+
+def local_wal(data):
+    return b"".join(reader.read(str(data), 1, wal.last_stored(str(data))[0]))
+
+
+def test_the_whole_wal_is_in_the_store_byte_for_byte(data, place):
+    copier(data, place).turn()
+    assert wal_of(place, data) == local_wal(data)
+    found = state(place, data)
+    assert found.wal_end == 501 and found.files["router.ckpt"].number("seq") == 500
+    assert {*found.files} >= {"router.ckpt", "format", "topics/orders/topic.toml"}
+
+
+def test_objects_end_where_they_are_large_enough_and_a_turn_copies_only_what_is_new(tmp_path, place):
+    made = write_data(tmp_path / "data", LINES, closed=False)
+    copying = copier(tmp_path / "data", place, object_bytes=1 << 16)
+    copying.turn()
+    rows = copying.commits.state.wal
+    assert [row.number("first") for row in rows] == [1, *(row.number("last") + 1 for row in rows[:-1])]
+    count, number = len(rows), copying.commits.state.number
+    copying.turn()
+    assert copying.commits.state.number == number
+    append(made, [b"orders|0|1|later"] * 3)
+    copying.turn()
+    assert len(copying.commits.state.wal) == count + 1 and copying.copied == 503
+    assert wal_of(place, tmp_path / "data") == local_wal(tmp_path / "data")
+    made[0].close()
+    made[1].close()
+
+
+def test_nothing_in_the_store_is_ahead_of_the_rows_of_the_wal(data, place):
+    """The WAL ends, for this turn, before what router.ckpt says: tables and files wait."""
+    early = Copier(str(data), place, FakeLogger(), TurnOptions(1 << 26, 0, lambda: 200))
+    early.turn()
+    assert early.copied == 200 and not early.commits.state.files and not early.commits.state.tables
+    copier(data, place).turn()
+    assert "router.ckpt" in state(place, data).files
+
+
+@pytest.mark.parametrize("fate", ["lost", "done", "late"])
+def test_whichever_request_goes_wrong_each_record_is_there_once(data, place, fate):
+    for at in range(40):
+        copying = copier(data, place, object_bytes=1 << 16)
+        place.plan = [""] * at + [fate]
+        for _ in range(3):
+            try:
+                copying.turn()
+            except StoreError:
+                place.deliver()
+                continue
+            break
+        assert wal_of(place, data) == local_wal(data)
+        if place.plan:
+            return
+        shutil.rmtree(place.root)
+        shutil.rmtree(f"{data}/tier")
+        place.plan = []
+    raise AssertionError("the plan never ended")
+
+
+def test_an_object_that_the_store_has_altered_is_named_by_no_commit(data, place):
+    place.plan = ["", "", "", "altered"]  # two of the probe, the claim, the object
+    copying = copier(data, place)
+    with pytest.raises(StoreError, match="does not give back"):
+        copying.turn()
+    assert not state(place, data).wal
+    copying.turn()
+    assert wal_of(place, data) == local_wal(data)
+
+
+def test_after_a_kill_behind_each_request_the_next_process_goes_on(data, place, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    real, left = LyingStore.create, [0]
+
+    def create(store, key, content):
+        made = real(store, key, content)
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+        return made
+
+    monkeypatch.setattr(LyingStore, "create", create)
+    for at in range(1, 40):
+        left[0] = at
+        try:
+            copier(data, place, object_bytes=1 << 16).turn()
+        except Killed:
+            left[0] = 0
+            copier(data, place, object_bytes=1 << 16).turn()
+            assert wal_of(place, data) == local_wal(data)
+            shutil.rmtree(place.root)
+            shutil.rmtree(f"{data}/tier")
+            continue
+        return
+    raise AssertionError("no turn without a kill")
+
+
+def test_a_store_that_is_away_stops_nothing_and_what_was_missed_follows(data, place):
+    copying = copier(data, place)
+    place.is_away = True
+    for _ in range(3):
+        with pytest.raises(StoreError):
+            copying.turn()
+    place.is_away = False
+    copying.turn()
+    assert wal_of(place, data) == local_wal(data)
+
+
+def test_a_second_process_of_the_same_directory_takes_over_and_the_first_writes_nothing_more(data, place):
+    first, second = copier(data, place), copier(data, place)
+    first.turn()
+    second.turn()
+    number = second.commits.state.number
+    with pytest.raises(FencedError):
+        first.turn()
+    assert state(place, data).number == number
+
+
+def test_a_clone_is_fenced_and_has_written_nothing(data, place, tmp_path):
+    copier(data, place).turn()
+    shutil.copytree(data, tmp_path / "clone")
+    copier(data, place).turn()
+    copier(data, place).turn()
+    number = state(place, data).number
+    with pytest.raises(FencedError):
+        copier(tmp_path / "clone", place).turn()
+    assert state(place, data).number == number
+
+
+def test_a_claim_that_arrives_after_its_process_was_killed_is_known_as_its_own(data, place):
+    copier(data, place).turn()
+    place.plan = ["", "", "late"]  # two of the probe
+    with pytest.raises(StoreError):
+        copier(data, place).turn()
+    place.deliver()
+    copier(data, place).turn()
+    assert wal_of(place, data) == local_wal(data)
+
+
+def test_however_often_a_claim_fails_the_directory_keeps_its_right(data, place):
+    copier(data, place).turn()
+    for fate in ("lost", "late", "lost", "lost", "late"):
+        place.plan = ["", "", fate]
+        with pytest.raises(StoreError):
+            copier(data, place).turn()
+    place.deliver()
+    copier(data, place).turn()
+
+
+def test_a_directory_that_was_put_back_writes_nothing(tmp_path, place):
+    made = write_data(tmp_path / "data", LINES[:100], closed=False)
+    copier(tmp_path / "data", place).turn()
+    shutil.copytree(tmp_path / "data", tmp_path / "older")
+    append(made, LINES[100:200])
+    copier(tmp_path / "data", place).turn()
+    made[0].close()
+    made[1].close()
+    for name in ("claim", "cursor"):
+        shutil.copy(tmp_path / "data/tier" / name, tmp_path / "older/tier" / name)
+    number = state(place, tmp_path / "data").number
+    with pytest.raises(AheadError, match="up to seq 200, this directory up to 100"):
+        copier(tmp_path / "older", place).turn()
+    older = str(tmp_path / "older")
+    again = [Wal(older, no_room, 1 << 20), Queues(older, no_room, FakeLogger()), 101]
+    again[1].recover(100)
+    append(again, [b"orders|0|0|other"] * 150)
+    again[0].close()
+    again[1].close()
+    with pytest.raises(AheadError, match="another record with seq 200"):
+        copier(older, place).turn()
+    assert state(place, tmp_path / "data").number == number
+
+
+def test_another_store_in_the_place_of_the_one_that_had_the_commits_is_damage(data, place, tmp_path):
+    copier(data, place).turn()
+    with pytest.raises(DamagedError, match="it is another store"):
+        copier(data, LyingStore(str(tmp_path / "empty"))).turn()
+
+
+def test_a_damaged_block_of_the_wal_is_not_copied(data, place):
+    path = next(Path(data, "append").glob("*.log"))
+    text = path.read_bytes()
+    path.write_bytes(text[:100_000] + bytes([text[100_000] ^ 1]) + text[100_001:])
+    with pytest.raises(Exception, match="crc"):
+        copier(data, place).turn()
+    kept = wal_of(place, data)
+    assert local_wal_until_damage(text, kept)
+
+
+def local_wal_until_damage(text, kept):
+    return text.startswith(kept) and len(kept) < 100_000
+
+
+def test_rows_of_the_wal_go_once_the_local_wal_and_the_files_do_without_them(tmp_path, place, monkeypatch):
+    monkeypatch.setattr(turn_module, "_DELETE_S", 0.0)
+    data = write_data(tmp_path / "data", LINES, {"orders": 2}, segment_bytes=1 << 16, group=50)
+    Path(data, "producers.ckpt").write_bytes(b"500|%d|2\n" % dedupe_file.checksum(500, b""))
+    copier(data, place, object_bytes=1 << 15).turn()
+    segments = sorted(Path(data, "append").glob("*.log"))
+    for path in segments[:3]:
+        os.unlink(path)
+        os.unlink(path.with_suffix(".idx"))
+    first = int(segments[3].stem)
+    copying = copier(data, place)
+    copying.turn()
+    found = copying.commits.state
+    assert found.wal[0].number("first") <= first and found.wal[0].number("last") >= first - 1 and found.wal_first > 1
+    assert not found.dropped
+    keys = [key for key in place.names("") if "/wal/" in key]
+    assert len(keys) == len(found.wal)
+
+
+def test_a_wal_that_went_before_it_was_copied_leaves_a_hole_that_is_named(tmp_path, place):
+    data = write_data(tmp_path / "data", LINES, segment_bytes=1 << 16, group=50)
+    early = Copier(data, place, FakeLogger(), TurnOptions(1 << 26, 0, lambda: 10))
+    early.turn()
+    segments = sorted(Path(data, "append").glob("*.log"))
+    os.unlink(segments[0])
+    copier(data, place).turn()
+    assert [row.number("first") for row in state(place, data).wal][-1] == int(segments[1].stem)
+    assert state(place, data).wal_end == 501
