@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from kmq.broker import clock, ports
-from kmq.broker.stats import AGENT, PROCESSES, REPLICA, RESTARTED_S, StatsPage
+from kmq.broker.stats import AGENT, PROCESSES, REPLICA, RESTARTED_S, TIER, TIER_PROBLEMS, StatsPage
 from kmq.config.settings import STAGES, Settings
 from kmq.config.values import GIB
 
@@ -119,11 +119,17 @@ CONCERNS = (  # in the order of importance: a cause comes before its consequence
     "hw_stands",
     "follower_slow",
     "isr_small",
+    "tier_refused",
+    "tier_fenced",
+    "tier_ahead",
+    "tier_damaged",
+    "tier_behind",
 )
 RESTARTS = 3  # so many restarts in a row, none after a life of RESTARTED_S
 OOM_S = 3600  # an OOM kill is a concern for so long
 SLOW_SYNCS, SLOW_S = 4, 60  # so many of the last 16 syncs were slow, the last of them within this time
 STUCK_S, FULL_S, PAUSE_S = 10, 60, 2  # a ring without room: at once, on the whole, and what ends "on the whole"
+TIER_BEHIND_S = 300  # the age of a record that KMQ_TIER does not have, beyond KMQ_TIER_EVERY
 SMALL_S = 60  # how long a broker of the shard must be out of the ISR: a restart takes less
 BEHIND_S = 60  # less is a clock that is corrected
 _FREE_SHARE, _FREE_BYTES, _FREE_INODES = 5, 2 * GIB, 20_000  # low: less than this part, but never more than this
@@ -429,6 +435,49 @@ def _shard(page: StatsPage, settings: Settings) -> Iterator[Finding]:
         yield _warning("isr_small", REPLICA, why, f"{advice}; it catches up by itself", REPLICA)
 
 
+_TIER = {  # code: (what is seen, what to do)
+    "tier_refused": (
+        "KMQ_TIER cannot be used, so nothing is copied",
+        "event=tier_stands has the words of the store ({log}); correct KMQ_TIER, or use a store that keeps If-None-Match;"
+        " it looks again each minute",
+    ),
+    "tier_fenced": (
+        "another broker writes the copy of this directory in KMQ_TIER, so this one copies nothing",
+        "kmq tier status names it. If it is gone for good: kmq tier claim --yes; if not, this directory is a clone",
+    ),
+    "tier_ahead": (
+        "KMQ_TIER has records that this directory lacks, or other ones, so nothing is copied: an older state was put"
+        " back",
+        "move this directory away and bring the newer state (docs/tier.md); what it has beyond this one is lost otherwise",
+    ),
+    "tier_damaged": (
+        "the copy in KMQ_TIER, or the WAL, is damaged, so nothing more is copied",
+        "event=tier_stands names what ({log}); kmq tier verify and kmq verify check both. Nothing was deleted",
+    ),
+}
+
+
+def _tier(page: StatsPage, settings: Settings) -> Iterator[Finding]:
+    row = page.rows[TIER]
+    if not row.pid:
+        return
+    log = log_of(TIER, row.supervisor)
+    if row.standing and not row.silence():
+        code = f"tier_{TIER_PROBLEMS[row.standing]}"
+        why, advice = (text.format(log=log) for text in _TIER[code])
+        yield _warning(code, TIER, why, advice, TIER)
+    behind_s = time.time() - row.oldest if row.oldest else 0.0
+    if row.silence() or row.state_name == "stopped":
+        why = f"the process tier {row.silence() or 'has ended'}: nothing is copied to KMQ_TIER"
+        yield _warning("tier_behind", TIER, why, f"its last event=failed says why ({log})", TIER)
+    elif behind_s > TIER_BEHIND_S + settings.tier_every:
+        why = f"KMQ_TIER has no record of the last {_duration(behind_s)}: the loss of this disk would lose them"
+        if row.failing_since:
+            why += f"; the store has not answered for {_duration(_age_s(row.failing_since))}"
+        advice = f"event=tier_store_away has the words of the store ({log}); copying goes on by itself"
+        yield _warning("tier_behind", TIER, why, advice, TIER)
+
+
 _ROOM = "make room, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
 _TRENDS = {  # code: (what it is about, what is seen, what to do); {0} and {1} are its figures, {time} is {0} as a time
     "flapping": (
@@ -506,5 +555,6 @@ _JUDGES: tuple[Judge, ...] = (
     _kafka,
     _fleet,
     _shard,
+    _tier,
     _trends,
 )

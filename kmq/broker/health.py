@@ -29,7 +29,7 @@ from kmq.broker.concerns import (
     log_of,
     of_repair,
 )
-from kmq.broker.stats import ADMISSIONS, AGENT, FRESH_S, PROCESSES, REPLICA, Row, StatsPage
+from kmq.broker.stats import ADMISSIONS, AGENT, FRESH_S, PROCESSES, REPLICA, TIER, Row, StatsPage
 from kmq.config.settings import STAGES, Settings
 from kmq.errors import EXIT_NAMES, NO_RESTART
 
@@ -75,7 +75,7 @@ _LACKS = {
     "quota": "KMQ_DATA_QUOTA is reached",
 }
 _RESTART = "start it with: kmq down && kmq up"
-_MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent", REPLICA: "kmq.replica"}
+_MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent", REPLICA: "kmq.replica", TIER: "kmq.tier"}
 _RENEW = "replace the file{key}; the broker takes it up within seconds, without a restart"
 _PROBLEMS = {
     "register_went_back": "is older than this broker's promise, or of another history",
@@ -142,6 +142,7 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
     if states["gateway"] in ("down", "stopped") and not page.rows["gateway"].exit_code:
         del states["gateway"]  # messages are accepted and routed without it
     agent = page.rows[AGENT] if states.pop(AGENT) not in LIFELESS else None  # messages are accepted without it, too
+    del states[TIER]  # the same
     reasons = _of_replica(states, page.rows[REPLICA], settings)
     lacking = {code: tuple(name for name in states if states[name] == code) for code in _LACKS}
     reasons += [_refusing(code, names, settings) for code, names in lacking.items() if names]

@@ -6,7 +6,7 @@ Layout      3: a line of text that names the data directory, then one row of 64 
             After the rows of five come one histogram of 24 words for each of TIMED (histogram.py), and after these the
             row of the replica; then 8 words for each intake (KMQ_INTAKES), in their order: INTAKE_FIELDS; then 16 words
             for each other broker of a shard, while this one leads: FOLLOWER_FIELDS and the broker's name; then 2 words
-            for each of TRENDS, which the gateway writes.
+            for each of TRENDS, which the gateway writes. The last row of the page is that of the tier's process.
 Owners      Each word of a row is written by its process only, except `clock_trust` (`kmq clock`), `starts`, which
             `kmq up` resets, the words on damage, which `kmq verify` writes too, and the row of a gateway, agent or
             replica that has ended for good, which the supervisor completes. Readers: `kmq status`, the gateway, the
@@ -49,13 +49,14 @@ _DIRECTORY = " directory="  # of the identity line
 _TEXT = 1024  # bytes of the identity line
 _ROW = 64  # words of a row
 _FILE_BYTES = 8192
-AGENT, REPLICA = "agent", "replica"
+AGENT, REPLICA, TIER = "agent", "replica", "tier"
 _FRONT = (*STAGES, "gateway", AGENT)  # whose rows lie before the histograms
-PROCESSES = (*_FRONT, REPLICA)
+PROCESSES = (*_FRONT, REPLICA, TIER)
 TIMED = {"ingress": "ack", "durability": "sync", "router": "routed"}  # process → what its histogram measures
 _STARTS = {name: _TEXT // 8 + at * _ROW for at, name in enumerate(_FRONT)}  # process → the first word of its row
 _HISTOGRAMS = _TEXT // 8 + len(_FRONT) * _ROW
 _STARTS[REPLICA] = _HISTOGRAMS + len(TIMED) * WORDS
+_STARTS[TIER] = _FILE_BYTES // 8 - _ROW  # at the end: TRENDS before it may grow
 _POLL_S = 0.1
 RESTARTED_S = 600  # a process that has lived for so long is not in a loop of restarts; the kubelet counts so, too
 FRESH_S = 2.0  # a process without a heartbeat for longer is stopped, hung or dead
@@ -69,6 +70,7 @@ ENDED = ("", "stopped", "data_missing")  # a predecessor's last state, if it was
 ADMISSIONS = ("", "disk_full", "quota", "not_enough_replicas")
 ROLES = ("", "waiting", "following", "starting", "leading")  # of a replica
 PROBLEMS = ("", "register_went_back", "register_unreadable")  # of a replica
+TIER_PROBLEMS = ("", "refused", "fenced", "ahead", "damaged")  # why the tier's process copies nothing
 _SHARED = (  # the first words of each row
     "pid",  # as its own container sees it
     "started",  # CLOCK_MONOTONIC, ns
@@ -183,6 +185,13 @@ _OWN: dict[str, tuple[str, ...]] = {  # the words from _OWN_AT on
         "cut_records",  # cut from the end of its WAL
         "small_since",  # CLOCK_MONOTONIC, ns: since when a broker of the shard is not in the ISR
         "behind_since",  # CLOCK_MONOTONIC, ns: since when a follower is out of the ISR, or a leader's seq does not rise
+    ),
+    TIER: (
+        "standing",  # index into TIER_PROBLEMS
+        "oldest",  # unix seconds at which the oldest synced record was received that is not in the store; 0: all are
+        "failing_since",  # CLOCK_MONOTONIC, ns: since when the store does not answer; 0: it does
+        "commits",  # number of the last commit
+        "objects",  # made since its start
     ),
 }
 _FIELDS_2 = (  # the words of each row in layout 2

@@ -17,7 +17,7 @@ from kmq.broker.concerns import Finding
 from kmq.broker.health import LIFELESS, Verdict, judge, state_of
 from kmq.broker.histogram import HistogramSnapshot, difference, quantile
 from kmq.broker.ports import closed_doors
-from kmq.broker.stats import AGENT, REPLICA, TIMED, Row, StatsPage, peek
+from kmq.broker.stats import AGENT, REPLICA, TIER, TIMED, Row, StatsPage, peek
 from kmq.broker.supervisor import Supervision, taken
 from kmq.config.intakes import IntakePort
 from kmq.config.settings import STAGES, Settings
@@ -181,6 +181,7 @@ class BrokerStatus:
         self.gateway: StageStatus | None = None
         self.agent: StageStatus | None = None
         self.replica: StageStatus | None = None
+        self.tier: StageStatus | None = None
         self.role = ""  # of the replica, with its details
         self.followers: list[dict[str, object]] = []  # of the shard that this broker leads
         self.backlog: dict[str, int] = {}
@@ -193,7 +194,7 @@ class BrokerStatus:
 
     @property
     def processes(self) -> list[StageStatus]:
-        return [*self.stages, *filter(None, (self.gateway, self.agent, self.replica))]
+        return [*self.stages, *filter(None, (self.gateway, self.agent, self.replica, self.tier))]
 
     @property
     def ready(self) -> bool:
@@ -215,8 +216,8 @@ def collect(settings: Settings) -> BrokerStatus:
         return BrokerStatus(settings.instance, _verdict(None, settings), supervisor)
     status = BrokerStatus(settings.instance, _verdict(page, settings), supervisor)
     status.stages = [StageStatus(name, page.rows[name]) for name in STAGES]
-    status.gateway, status.agent, status.replica = (
-        StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT, REPLICA)
+    status.gateway, status.agent, status.replica, status.tier = (
+        StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT, REPLICA, TIER)
     )
     status.role = _role(page.rows[REPLICA])
     status.followers = _followers(page)

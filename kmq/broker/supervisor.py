@@ -1,12 +1,12 @@
 """Starts the stages, the gateway and the agent of a broker on one machine, and restarts those that die.
 
 In a pod the kubelet does that. There is an agent only in a cluster (KMQ_CLUSTER, KMQ_CONSUL), and a replica
-only in a shard (KMQ_SHARD).
+only in a shard (KMQ_SHARD). The process `tier` copies the WAL to KMQ_TIER.
 
 Owner       pipes/supervisor.owner: one supervisor per broker.
 Invariant   A stage that ends is always restarted while the others run: at once the first time, then after a growing
             pause if it keeps dying young. An exit code for which a restart cannot help (errors.py) stops the broker
-            with that code. A gateway, agent or replica with such a code stays down alone, because messages are accepted
+            with that code. A gateway, agent, replica or tier with such a code stays down alone, because messages are accepted
             without it. A process that cannot be started (no memory, no free pid) is retried after the same pauses. The
             supervisor never ends before its processes, whatever fails in it.
 Stop        SIGTERM, Ctrl-C and a closed terminal mean the same: every process gets one SIGTERM, and the stages drain
@@ -32,7 +32,7 @@ from typing import NamedTuple
 from kmq.broker.concerns import is_in_pod
 from kmq.broker.data_directory import AGAIN, known_id
 from kmq.broker.health import is_process, is_supervisor
-from kmq.broker.stats import AGENT, REPLICA, StatsPage, peek
+from kmq.broker.stats import AGENT, REPLICA, TIER, StatsPage, peek
 from kmq.config.settings import GRACE_S, STAGES, Settings, load
 from kmq.errors import (
     EXIT_FAILED,
@@ -90,6 +90,8 @@ class Supervisor:
             modules[AGENT] = "kmq.cluster.agent"
         if settings.shard:
             modules[REPLICA] = "kmq.replica"
+        if settings.tier:
+            modules[TIER] = "kmq.tier"
         self.children = [_Child(name, module, "--with", str(os.getpid())) for name, module in modules.items()]
         self.stopping_since = 0.0
         self.exit_code = EXIT_OK
@@ -113,7 +115,7 @@ class Supervisor:
         page = StatsPage(settings.instance, data_id, settings.data)
         for row in page.rows.values():
             row.starts = row.exit_code = 0  # and with the starts the streak of restarts
-        for name in {"gateway", AGENT, REPLICA} - {child.name for child in self.children}:
+        for name in {"gateway", AGENT, REPLICA, TIER} - {child.name for child in self.children}:
             if not is_process(page.rows[name].pid, name):
                 page.rows[name].wipe()  # of a killed process: no successor takes over its row
         self._remove_drained_rings()
@@ -209,6 +211,9 @@ class Supervisor:
                 elif child.name == AGENT:
                     effect = "what the fleet says is not done here until the next start"
                     self.log.error("agent_not_restarted", code=code, how=how, effect=effect)
+                elif child.name == TIER:
+                    effect = "nothing is copied to KMQ_TIER until the next start"
+                    self.log.error("tier_not_restarted", code=code, how=how, effect=effect)
                 else:
                     effect = "this broker is no member of its shard until the next start"
                     self.log.error("replica_not_restarted", code=code, how=how, effect=effect)

@@ -45,6 +45,7 @@ MODULES = {
     "bq": "bq",
     "fleet": "fleet",
     "cluster": "cluster",
+    "tier": "tier",
     "pipeline": "spark",
 }
 

@@ -22,7 +22,7 @@ from kmq.broker.concerns import Finding
 from kmq.broker.data_directory import known_id
 from kmq.broker.health import LASTING, OF_SHARD, is_process
 from kmq.broker.ports import number_of
-from kmq.broker.stats import AGENT, REPLICA
+from kmq.broker.stats import AGENT, REPLICA, TIER
 from kmq.broker.status import BrokerStatus, StageStatus
 from kmq.cli.output import examples
 from kmq.client.lines import read_port
@@ -41,6 +41,7 @@ _MISSING = {
     "gateway": "no gRPC, no HTTP, no consumers",
     AGENT: "nothing that the fleet says is done here",
     REPLICA: "this broker is no member of its shard",
+    TIER: "nothing is copied to KMQ_TIER",
 }
 
 
@@ -198,7 +199,7 @@ class Startup:
         self.log_path = Path(settings.pipes) / logfmt.FILE
         self._settings = settings
         self._log_begin = self.log_path.stat().st_size if self.log_path.exists() else 0
-        self._expected = len(STAGES) + with_gateway + settings.in_cluster + bool(settings.shard)
+        self._expected = len(STAGES) + with_gateway + settings.in_cluster + bool(settings.shard) + bool(settings.tier)
         self._full_since = 0.0
         self._launched = time.monotonic_ns()
         with _open_log(self.log_path) as log:

@@ -338,6 +338,25 @@ class Settings:
         " host name where that is 0.0.0.0, as in a pod",
     )
 
+    tier: str = _setting(
+        "KMQ_TIER",
+        "",
+        kind.store_url,
+        "where a copy of the WAL is kept off this machine: s3://<bucket>/<prefix>, or file:///<directory>; without it: none",
+    )
+    tier_every: float = _setting(
+        "KMQ_TIER_EVERY", "60s", kind.duration, "time after which new records are copied to KMQ_TIER"
+    )
+    tier_object: int = _setting(
+        "KMQ_TIER_OBJECT", "64 MiB", kind.OBJECT, "maximum bytes of lines in an object of KMQ_TIER"
+    )
+    tier_rate: int = _setting(  # 0: no limit
+        "KMQ_TIER_RATE",
+        "none",
+        kind.LIMIT,
+        "maximum bytes of tables and small files that are copied to KMQ_TIER in a second; the WAL never waits",
+    )
+
     texts: dict[str, str]  # each setting as it was given, by its environment name
     given: set[str]  # attributes of the settings that were given: they do not just have their default
     ignored: list[str]  # names that Kubernetes injected (service_links)
@@ -489,6 +508,8 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
         )
     if settings.shard:
         _check_shard(settings)
+    if settings.tier and settings.shard:
+        raise ConfigError(f"KMQ_TIER={settings.tier}: a shard has no such copy yet; its replicas are the copies")
     if settings.intakes:
         _check_intakes(settings)
     return settings

@@ -128,6 +128,14 @@ def advertised(text: str) -> dict[bool, tuple[str, int]]:
     return found
 
 
+def store_url(text: str) -> str:
+    if not re.fullmatch(r"file:///[^/\0].*|[a-z][a-z0-9]*://[^/\s]+.*", text) or text.startswith(
+        "file://"
+    ) != text.startswith("file:///"):
+        raise ValueError("must be file:// with an absolute path, or s3://<bucket>/<prefix>")
+    return text.rstrip("/")
+
+
 def secret(text: str) -> str:  # no command ever shows it
     return non_empty(text)
 
@@ -139,4 +147,5 @@ COUNT = _ranged(_parse_int, 1, 10_000_000, "")
 AGE = _or("never", FOREVER, duration)
 LIMIT = _or("none", 0, _ranged(parse_bytes, MIB, 1 << 62, " bytes"))
 SLOTS = _ranged(_parse_int, 4, 1 << 24, " messages")
+OBJECT = _ranged(parse_bytes, MIB, 512 * MIB, " bytes")
 LINE = _ranged(parse_bytes, PIPE_BUF, 256 * MIB, " bytes")

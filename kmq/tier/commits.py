@@ -71,7 +71,7 @@ class CommitLine(NamedTuple):
         return " ".join([self.verb, *filter(None, [self.name]), *(f"{k}={v}" for k, v in self.values.items())])
 
 
-def line(verb: str, name: str = "", **values: object) -> CommitLine:
+def line(verb: str, name: str = "", /, **values: object) -> CommitLine:
     return CommitLine(verb, name, {key: str(value) for key, value in values.items()})
 
 

@@ -101,11 +101,13 @@ class Nonces:
         self._path = f"{data}/{DIRECTORY}/claim"
         self.found = (_content(self._path) or b"").decode("ascii", "replace").split()
 
-    def next(self, in_force: str) -> str:
-        """Return the nonce for the next claim, which is on disk then. `in_force`: that of the last claim, or ""."""
-        pending = [nonce for nonce in self.found if nonce != in_force]
-        is_pending = bool(pending) and self.found[-1] != in_force
-        nonce = pending[-1] if is_pending else os.urandom(8).hex()
+    def next(self, in_force: str, is_taken_over: bool = False) -> str:
+        """Return the nonce for the next claim, which is on disk then. `in_force`: that of the last claim, or "".
+
+        `is_taken_over`: the last claim is another directory's. Then no earlier nonce is used again.
+        """
+        is_pending = bool(self.found) and self.found[-1] != in_force and not is_taken_over
+        nonce = self.found[-1] if is_pending else os.urandom(8).hex()
         self.found = [*([in_force] if in_force else []), nonce]
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
         replace_file(self._path, "".join(f"{each}\n" for each in self.found).encode())
@@ -205,7 +207,11 @@ class Copier:
             last, last_ts = record.stamp(packed.last)
             first_ts = reader.wal(self.data).stamp_of(begin)
             name = f"{begin}-{last}"
-            row = {"first": begin, "last": last, "ts": f"{_seconds(first_ts[1] if first_ts else last_ts)}-{_seconds(last_ts)}"}
+            row: dict[str, object] = {
+                "first": begin,
+                "last": last,
+                "ts": f"{_seconds(first_ts[1] if first_ts else last_ts)}-{_seconds(last_ts)}",
+            }
             row |= self._upload(f"{self._key(f'wal/{name}')}.log.gz", packed)
             self._commit(*lines, *self._changed(NAMED), line("wal", **row, crc=zlib.crc32(packed.last)))
 
@@ -304,7 +310,9 @@ class Copier:
         if before is not None and (before.number("crc"), before.number("bytes")) == (crc, len(content)):
             return None
         self._rest(len(content))
-        made = self._upload(f"{self._key('files/' + str(self.commits.state.number + 1))}/{name}", objects.pack_file(content))
+        made = self._upload(
+            f"{self._key('files/' + str(self.commits.state.number + 1))}/{name}", objects.pack_file(content)
+        )
         return line("file", name, seq=seq, crc=crc, **made)
 
     def _rest(self, nbytes: int) -> None:
@@ -346,7 +354,9 @@ def compare(data: str, rows: list[CommitLine]) -> None:
         return
     seq, (last, _) = rows[-1].number("last"), wal.last_numbered(data)
     if seq > last:
-        raise AheadError(f"the store has records up to seq {seq}, this directory up to {last}: an older state was put back")
+        raise AheadError(
+            f"the store has records up to seq {seq}, this directory up to {last}: an older state was put back"
+        )
     if seq >= reader.first_seq(data):
         first, lines = reader.wal(data).read(seq, MIB)
         here = lines[: lines.find(b"\n") + 1]

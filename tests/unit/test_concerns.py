@@ -90,6 +90,13 @@ CASES = {  # code: (process, words that raise it, words that just do not)
     "kafka_misdirected": ("gateway", {"kafka_misdirected": 1}, {"kafka_misdirected": 0}),
 }
 CASES["not_enough_replicas"] = ("ingress", {"admission": ADMISSIONS.index("not_enough_replicas")}, {"admission": 0})
+LIVING = {"pid": 1, "heartbeat": lambda: time.monotonic_ns() + 10**12}
+CASES["tier_refused"] = ("tier", LIVING | {"standing": stats.TIER_PROBLEMS.index("refused")}, {"standing": 0})
+CASES["tier_behind"] = (
+    "tier",
+    LIVING | {"oldest": date(400)},
+    {"oldest": date(300)},
+)
 CASES["agent_ended"] = ("agent", {"pid": 1, "state": STATES.index("stopped"), "exit_code": 78}, {"exit_code": 0})
 TIMED = {  # the same with words that hold a moment: (process, seconds ago that raise it, and that do not, other words)
     "slow_sync": ("durability", {"slow_sync_at": 30}, {"slow_sync_at": 90}, {"slow_syncs": 4}),
@@ -141,8 +148,16 @@ def test_in_a_pod_no_finding_names_what_a_pod_does_not_have(page, monkeypatch):
 
 
 def test_every_concern_has_its_case():
-    rest = {"follower_slow"}  # which has a test of its own
+    rest = {"follower_slow", "tier_fenced", "tier_ahead", "tier_damaged"}  # which have tests of their own
     assert {*CASES, *TIMED, *stats.TRENDS} == {*concerns.CONCERNS} - rest
+
+
+@pytest.mark.parametrize("problem", stats.TIER_PROBLEMS[1:])
+def test_each_reason_why_nothing_is_copied_is_a_finding_while_its_process_runs(page, problem):
+    set_words(page.rows["tier"], **LIVING, standing=stats.TIER_PROBLEMS.index(problem))
+    assert {*found(page)} == {f"tier_{problem}"}
+    page.rows["tier"].heartbeat = ago(60)
+    assert {*found(page)} == {"tier_behind"}
 
 
 @pytest.mark.parametrize("code", stats.TRENDS)

@@ -30,7 +30,7 @@ import kmq
 from kmq.broker import status
 from kmq.broker.health import ALL_WARNINGS, REASONS, Verdict, judge, state_of
 from kmq.broker.histogram import BOUNDS_S, HistogramSnapshot
-from kmq.broker.stats import AGENT, PROCESSES, REPLICA, ROLES, STATES, Row
+from kmq.broker.stats import AGENT, PROCESSES, REPLICA, ROLES, STATES, TIER, Row
 from kmq.broker.topic_rates import BusiestTopics
 from kmq.config.settings import STAGES
 from kmq.gateway.core.broker import Broker
@@ -98,6 +98,11 @@ def _follower(value: Callable[[dict[str, int]], float]) -> tuple[tuple[str, ...]
 def _replica_role(scrape: "Scrape") -> Samples:
     row = scrape.page.rows[REPLICA]
     return [((role,), row.role_name == role) for role in ROLES[1:] if row.pid]
+
+
+def _tier_age(scrape: "Scrape") -> Samples:
+    row = scrape.page.rows[TIER]
+    return [((), max(0.0, time.time() - row.oldest) if row.oldest else 0.0)] if row.pid else []
 
 
 def _synced_age(scrape: "Scrape") -> Samples:
@@ -287,6 +292,16 @@ ROWS = (
         "Records that were cut from the end of this WAL, because a leader did not have them; they are in cut/.",
         *_replica(lambda row: row.cut_records),
     ),
+    Metric(
+        "kmq_tier_wal_age_seconds",
+        "Age of the oldest synced record that is not in KMQ_TIER; 0: all are.",
+        (),
+        _tier_age,
+    ),
+    Metric("kmq_tier_copied_seq", "Last record of the WAL that is in KMQ_TIER.", *_single(TIER, "seq", "pid")),
+    Metric("kmq_tier_bytes_total", "Bytes that were sent to KMQ_TIER.", *_single(TIER, "bytes", "pid")),
+    Metric("kmq_tier_objects_total", "Objects that were made in KMQ_TIER.", *_single(TIER, "objects", "pid")),
+    Metric("kmq_tier_commits", "Number of the last commit in KMQ_TIER.", *_single(TIER, "commits", "pid")),
     Metric(
         "kmq_errors_total",
         "Messages and connections of producers that got !err: auth (token), format, limit (disk, quota, too many), order"

@@ -1,0 +1,160 @@
+"""`kmq tier …`: the copy of the WAL in KMQ_TIER: how far it is, what lies there, whether it is whole, who writes it."""
+
+import json
+import os
+import time
+from typing import Annotated, Any
+
+import typer
+
+from kmq.broker.stats import TIER
+from kmq.cli.output import examples, existing_data, table
+from kmq.config.settings import Settings, load
+from kmq.errors import EXIT_FAILED, ConfigError
+from kmq.log import identity
+from kmq.tier import objects
+from kmq.tier.commits import CommitLine, CommitLog, DamagedError, TierState, line
+from kmq.tier.store import MissingError, Store, open_store
+from kmq.tier.turn import DIRECTORY, Nonces, compare, full_key
+
+tier_app = typer.Typer(
+    no_args_is_help=True,
+    help="The copy of the WAL off this machine, in KMQ_TIER.",
+    epilog=examples("kmq tier status", "kmq tier ls", "kmq tier verify --deep"),
+)
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _open() -> tuple[Settings, Store, CommitLog]:
+    """Return the store and the commits of this directory's lineage, read to the end."""
+    settings = load()
+    if not settings.tier:
+        raise ConfigError("KMQ_TIER is not set; set it to s3://<bucket>/<prefix> or file:///<directory>")
+    data = existing_data()
+    store = open_store(settings.tier)
+    commits = CommitLog(store, identity.lineage(data), f"{identity.read(data, 'id')}@{os.uname().nodename}")
+    commits.read()
+    return settings, store, commits
+
+
+@tier_app.command(epilog=examples("kmq tier status", "kmq tier status --json"))
+def status(as_json: _Json = False) -> None:
+    """Show how far the copy is, who writes it, and why nothing is copied if that is so."""
+    from kmq.broker.status import page_of
+
+    settings, _, commits = _open()
+    state, page = commits.state, page_of(settings)
+    row = page.rows[TIER] if page is not None else None
+    try:
+        with open(f"{settings.data}/{DIRECTORY}/status", encoding="utf-8") as file:
+            words = file.read().strip()
+    except FileNotFoundError:
+        words = ""
+    shown: dict[str, Any] = {
+        "url": settings.tier,
+        "lineage": commits.lineage,
+        "commits": state.number,
+        "last_commit": float(state.ts) if state.ts else None,
+        "writer": state.claim.writer if state.claim else None,
+        "first_seq": state.wal_first,
+        "last_seq": state.wal_end - 1,
+        "objects": len(state.rows()),
+        "bytes": sum(each.number("size") for each in state.rows()),
+        "age": max(0.0, time.time() - row.oldest) if row is not None and row.oldest else 0.0,
+        "problem": words,
+    }
+    if as_json:
+        print(json.dumps(shown))
+        return
+    for name, value in shown.items():
+        if value not in (None, ""):
+            print(f"{name:12} {value}")
+
+
+@tier_app.command("ls", epilog=examples("kmq tier ls", "kmq tier ls --json"))
+def list_objects(as_json: _Json = False) -> None:
+    """List the objects in force: the WAL, whole tables, small files."""
+    from rich.console import Console
+
+    _, _, commits = _open()
+    rows = [_shown(commits.lineage, each) for each in commits.state.rows()]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    made = table("what", "from", "to", ">bytes", ">stored", "key")
+    for row in rows:
+        made.add_row(row["what"], row["from"], row["to"], f"{row['bytes']:,}", f"{row['size']:,}", row["key"])
+    Console(soft_wrap=True).print(made)
+
+
+def _shown(lineage: str, row: CommitLine) -> dict[str, Any]:
+    values = row.values
+    first, last = values.get("first", values.get("base", "")), values.get("last", values.get("end", ""))
+    sizes = {"bytes": row.number("bytes"), "size": row.number("size")}
+    what = " ".join(filter(None, [row.verb, row.name]))
+    return {"what": what, "from": first, "to": last, **sizes, "key": full_key(lineage, values["key"])}
+
+
+@tier_app.command(epilog=examples("kmq tier verify", "kmq tier verify --deep"))
+def verify(
+    deep: Annotated[bool, typer.Option("--deep", help="Read every object and compare it with its commit.")] = False,
+) -> None:
+    """Check that each object that counts is there; with --deep, that it is what its commit says. Exit code 1 if not."""
+    _, store, commits = _open()
+    faults = 0
+    for row in commits.state.rows():
+        if fault := _fault(store, commits.lineage, row, deep):
+            faults += 1
+            print(f"{' '.join(filter(None, [row.verb, row.name]))} {row.values.get('first', '')}: {fault}")
+    state: TierState = commits.state
+    print(f"{len(state.rows())} objects up to seq {state.wal_end - 1}: {faults or 'no'} damaged or missing")
+    if faults:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _fault(store: Store, lineage: str, row: CommitLine, deep: bool) -> str:
+    """Return what is wrong with an object; "" if nothing is."""
+    key = full_key(lineage, row.values["key"])
+    try:
+        if not deep:
+            next(iter(store.get(key)), b"")
+            return ""
+        pieces = objects.CheckedPieces(store.get(key), key, row.number("size"), row.values["sha256"])
+        nbytes = sum(map(len, objects.unpack(pieces, key)))
+        return "" if nbytes == row.number("bytes") else f"{key}: has {nbytes} bytes of lines"
+    except MissingError:
+        return f"{key}: is missing"
+    except objects.ObjectError as err:
+        return str(err)
+
+
+@tier_app.command(epilog=examples("kmq tier claim --yes"))
+def claim(
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it only say what it would do.")] = False,
+) -> None:
+    """Let this directory write the copy from now on, although another one has claimed it, which is gone for good.
+
+    Refused (65) if the histories differ: then this directory is an older state, or went on elsewhere.
+    """
+    settings, _, commits = _open()
+    state = commits.state
+    if state.successor:
+        raise DamagedError(f"the lineage {commits.lineage} has ended: it was restored as {state.successor}")
+    compare(settings.data, state.wal)
+    nonces = Nonces(settings.data)
+    other = state.claim.writer if state.claim else "nobody"
+    if state.claim is not None and state.claim.nonce in nonces.found:
+        print(f"this directory has the claim already (commit {state.claim.number})")
+        return
+    when = f", last commit {state.number} at {state.ts}" if state.number else ""
+    if not yes:
+        print(f"{other} has the claim{when}; if it is gone for good: kmq tier claim --yes")
+        raise typer.Exit(EXIT_FAILED)
+    nonce = nonces.next("", is_taken_over=True)
+    commits.claim(line("claim", pod=identity.read(settings.data, "id")), nonce)
+    print(f"claimed by commit {commits.state.number}, after {other}{when}; kmq.tier goes on within a minute")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `kmq`."""
+    app.add_typer(tier_app, name="tier")

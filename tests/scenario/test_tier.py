@@ -1,0 +1,100 @@
+"""A copy off the machine, as a user has it: a broker with KMQ_TIER, its status, a store that is away, kills."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from brokers import Broker
+from waiting import until
+
+from kmq.log import reader, wal
+
+
+@pytest.fixture
+def broker(tmp_path):
+    made = Broker(tmp_path / "b")
+    made.gateway = False
+    made.env |= {"KMQ_TIER": f"file://{tmp_path}/store", "KMQ_TIER_EVERY": "100ms"}
+    yield made
+    made.close()
+
+
+def copied(store):
+    """The lines of the WAL in a store, as zcat reads them, in the order of their seqs."""
+    paths = sorted(Path(store).glob("*/wal/*.log.gz"), key=lambda path: int(path.name.split("-")[0]))
+    return b"".join(gzip.decompress(path.read_bytes()) for path in paths)
+
+
+def local(broker):
+    data = str(broker.data)
+    return b"".join(reader.read(data, 1, wal.last_stored(data)[0]))
+
+
+def tier(broker):
+    return json.loads(broker.kmq("tier", "status", "--json").stdout)
+
+
+def is_whole(broker, store):
+    return copied(store) == local(broker)
+
+
+def test_a_minute_later_the_copy_has_every_line_and_status_says_so(broker, tmp_path):
+    broker.up()
+    broker.kmq("produce", "orders", text="".join(f"{n}\n" for n in range(500)))
+    until(lambda: is_whole(broker, tmp_path / "store"), "the copy is whole", broker.log)
+    found = until(lambda: (shown := tier(broker))["age"] == 0 and shown, "the copy is not behind")
+    assert found["last_seq"] == wal.last_stored(str(broker.data))[0] and found["problem"] == ""
+    assert broker.status()["tier"]["state"] == "ready"
+    assert broker.kmq("tier", "verify", "--deep").returncode == 0
+    victim = next((tmp_path / "store").glob("*/wal/*.log.gz"))
+    victim.unlink()
+    done = broker.kmq("tier", "verify")
+    assert done.returncode == 1 and "is missing" in done.stdout
+
+
+def test_a_broker_whose_store_is_away_takes_messages_and_copies_them_later(broker, tmp_path):
+    (tmp_path / "store").write_text("a file in the place of the directory")
+    broker.up()
+    assert broker.kmq("produce", "orders", text="1\n2\n3\n").returncode == 0
+    until(lambda: "event=tier_store_away" in broker.log(), "it says that the store is away", broker.log)
+    (tmp_path / "store").unlink()
+    until(lambda: is_whole(broker, tmp_path / "store"), "the copy is whole", broker.log)
+    until(lambda: "event=tier_store_back" in broker.log(), "it says so", broker.log)
+
+
+def test_a_killed_copy_goes_on_where_it_was_and_a_clone_writes_nothing(broker, tmp_path):
+    broker.up()
+    for round in range(5):
+        broker.kmq("produce", "orders", text="".join(f"{round} {n}\n" for n in range(100)))
+        os.kill(int(broker.status()["tier"]["pid"]), signal.SIGKILL)
+    until(lambda: is_whole(broker, tmp_path / "store"), "the copy is whole", broker.log)
+    broker.down()
+    shutil.copytree(broker.data, tmp_path / "clone", symlinks=True)
+    broker.up()
+    broker.kmq("produce", "orders", text="later\n")
+    until(lambda: is_whole(broker, tmp_path / "store"), "the copy is whole", broker.log)
+    number = tier(broker)["commits"]
+    clone = Broker(tmp_path / "c", tmp_path / "clone")
+    clone.gateway = False
+    clone.env |= {name: broker.env[name] for name in ("KMQ_TIER", "KMQ_TIER_EVERY")}
+    try:
+        clone.up()
+        until(lambda: "event=tier_stands" in clone.log(), "the clone says why it copies nothing", clone.log)
+        assert "problem=fenced" in clone.log() and tier(broker)["commits"] == number
+        assert clone.kmq("produce", "orders", text="x\n").returncode == 0
+        refused = clone.kmq("tier", "claim", "--yes")
+        assert refused.returncode != 0 and "this directory up to" in refused.stderr + refused.stdout
+    finally:
+        clone.close()
+
+
+def test_without_the_setting_there_is_no_such_process(broker):
+    del broker.env["KMQ_TIER"]
+    broker.up()
+    assert "tier" not in broker.status() and not (broker.data / "tier").exists()
+    done = broker.kmq("tier", "status")
+    assert done.returncode == 78 and "KMQ_TIER is not set" in done.stderr
