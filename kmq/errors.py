@@ -6,6 +6,7 @@
     2     (Typer's)     no              the command line is wrong
     65    EXIT_CORRUPT  no              what is on disk or in shared memory contradicts itself
     69    EXIT_BUSY     no              another process owns what this one needs
+    73    EXIT_EXISTS   no              a directory that has to be empty has something
     75    EXIT_RETRY    yes             input or output failed; nothing unsynced was acknowledged
     78    EXIT_CONFIG   no              a setting, a path or a name is wrong
     130   EXIT_SIGINT   -               a command was interrupted with Ctrl-C
@@ -21,6 +22,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CORRUPT = 65
 EXIT_BUSY = 69
+EXIT_EXISTS = 73
 EXIT_RETRY = 75
 EXIT_CONFIG = 78
 EXIT_SIGINT = 130
@@ -32,6 +34,7 @@ EXIT_NAMES = {
     EXIT_FAILED: "failed",
     EXIT_CORRUPT: "corrupt",
     EXIT_BUSY: "busy",
+    EXIT_EXISTS: "exists",
     EXIT_RETRY: "retry",
     EXIT_CONFIG: "config",
     EXIT_SIGINT: "interrupted",
@@ -54,6 +57,12 @@ class BusyError(KmqError):
     """Another process owns the ring, the directory or the FIFO. Names the holder."""
 
     exit_code = EXIT_BUSY
+
+
+class DataExistsError(KmqError):
+    """A directory that has to be empty has something; nothing was changed."""
+
+    exit_code = EXIT_EXISTS
 
 
 class CorruptError(KmqError):

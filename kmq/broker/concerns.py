@@ -448,7 +448,7 @@ _TIER = {  # code: (what is seen, what to do)
     "tier_ahead": (
         "KMQ_TIER has records that this directory lacks, or other ones, so nothing is copied: an older state was put"
         " back",
-        "move this directory away and bring the newer state (docs/tier.md); what it has beyond this one is lost otherwise",
+        "stop it, move this directory away, and bring the newer state into an empty one with kmq restore --yes",
     ),
     "tier_damaged": (
         "the copy in KMQ_TIER, or the WAL, is damaged, so nothing more is copied",

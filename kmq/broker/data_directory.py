@@ -8,12 +8,13 @@ Mechanism   The stats page names the directory and the id with which the broker 
 Not covered Processes of a pod that were all killed by SIGKILL before they could see that the directory had gone.
 """
 
+import os
 import time
 from collections.abc import Callable
 
 from kmq.broker.stats import ENDED, FRESH_S, StatsPage, peek
 from kmq.config.settings import Settings
-from kmq.errors import EXIT_OK, EXIT_RETRY, Stopped
+from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, Stopped
 from kmq.links.ownership import field
 from kmq.log.identity import DataMissingError, open_data
 from kmq.logfmt import Logger, obey
@@ -52,6 +53,11 @@ def open_page(
     page = None
     while True:
         known = known_id(settings, supervisor)
+        if settings.tier and not known and not os.path.exists(f"{settings.data}/id"):
+            raise ConfigError(
+                f"KMQ_DATA={settings.data!r}: is empty, and KMQ_TIER may have a copy of it; make it with: kmq restore"
+                " --if-empty"
+            )
         try:
             return StatsPage(settings.instance, open_data(settings.data, known, settings.shard), settings.data)
         except DataMissingError as err:

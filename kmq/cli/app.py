@@ -46,6 +46,7 @@ MODULES = {
     "fleet": "fleet",
     "cluster": "cluster",
     "tier": "tier",
+    "restore": "restore",
     "pipeline": "spark",
 }
 

@@ -79,6 +79,10 @@ def up(
     with_gateway = with_gateway and gateway.is_installed()
     if settings.in_cluster:
         _check_cluster(settings)
+    if settings.tier and not os.path.exists(f"{settings.data}/id"):
+        from kmq.cli.restore import restore_if_empty
+
+        restore_if_empty(settings, settings.tier)
     # Open both directories here: otherwise an error in one of them would appear only in the log file.
     open_data(settings.data, known_id(settings), settings.shard)
     os.close(open_fifo(settings.pipes, "raw"))

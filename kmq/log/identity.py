@@ -34,6 +34,7 @@ from kmq.files import FULL, replace_file, sync_directory
 LABELLED = 2  # indexes have labels, and keys may have marks
 ROUTED = 3  # topics may have another partitioner than crc32, or have grown
 FORMAT = 4  # partitions may begin where a record says
+RESTORING = "restoring"  # below a data directory that kmq restore has not finished (kmq/tier/restore.py)
 NEVER = 1 << 62  # a seq that no record has
 _LONGEST = 128  # bytes of `format`, and of `replica` up to its shard
 _SHARD = re.compile(r" shard=(\S+) ")
@@ -59,6 +60,7 @@ def open_data(path: str, known: str = "", shard: str = "") -> str:
         _check_known(path, known)
     try:
         _check_shard(path, shard)
+        _check_restored(path)
         os.makedirs(f"{path}/append", exist_ok=True)
         os.makedirs(f"{path}/topics", exist_ok=True)
         _write_once(path, "id", os.urandom(16).hex())
@@ -106,6 +108,15 @@ def _check_shard(path: str, shard: str) -> None:
     if name != shard:
         given = f"KMQ_SHARD={shard}" if shard else "KMQ_SHARD is not set"
         raise ConfigError(f"{given}: KMQ_DATA={path!r} is a replica of the shard {name}, and stays one")
+
+
+def _check_restored(path: str) -> None:
+    """Raise ConfigError while a restore of the directory is not whole: its `id` comes last."""
+    if not os.path.exists(f"{path}/id") and os.path.exists(f"{path}/{RESTORING}"):
+        raise ConfigError(
+            f"KMQ_DATA={path!r}: kmq restore was begun there and has not finished; run it again, or remove"
+            f" {path}/{RESTORING} to begin anew"
+        )
 
 
 def read(path: str, name: str) -> str:

@@ -8,6 +8,7 @@
     claim pod=<id>                                     alone in its commit: its writer writes from now on
     claim successor=<lineage>                          a restore takes over; no broker of this lineage writes any more
     begins successor=<lineage>                         that restore is whole
+    origin lineage=<lineage>                           this lineage was made by a restore of that one
     table __kmq/0 life=1 base=0 end=12 seq=9001 …      a partition as a whole, up to offset `end`
     drop wal before=8012 why=retention                 rows that end there are no longer in force; the next may begin there
     drop orders/0 life=130 why=deleted                 this table or file is no longer in force
@@ -147,6 +148,7 @@ class TierState:
         self.number = 0
         self.ts = ""  # of the last commit
         self.claim: Claim | None = None
+        self.origin = ""  # the lineage of which this one was restored
         self.successor = ""  # a lineage that goes on from here; it was begun
         self.wal: list[CommitLine] = []
         self.wal_before = 1  # the next row of the WAL may begin here
@@ -182,6 +184,8 @@ class TierState:
             self.claim = Claim(commit.number, commit.nonce, commit.writer, each.values)
         elif each.verb == "begins":
             self.successor = each.values["successor"]
+        elif each.verb == "origin":
+            self.origin = each.values["lineage"]
         elif each.verb == "wal":
             if each.number("first") != self.wal_end or each.number("last") < each.number("first"):
                 raise ValueError(f"a row of the WAL begins at {each.values['first']} instead of {self.wal_end}")
@@ -228,6 +232,7 @@ class TierState:
             lines.append(f"drop wal before={self.wal_before}")
         lines += map(str, self.rows())
         lines += [f"dropped {key} number={number}" for key, number in self.dropped.items()]
+        lines += [f"origin lineage={self.origin}"] if self.origin else []
         lines += [f"begins successor={self.successor}"] if self.successor else []
         return _sealed(lines)
 

@@ -29,6 +29,7 @@ FLOORS = [
         "kmq.gateway",
         "kmq.spark",
         "kmq.fleet kmq.cluster.agent",
+        "kmq.tier.restore",
         "kmq.testing",
         "kmq.shipping",
     ],

@@ -1,0 +1,149 @@
+"""`kmq restore`: brings a broker back from the copy that KMQ_TIER has."""
+
+import os
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from kmq.cli.output import counting, examples
+from kmq.config.settings import Settings, load
+from kmq.errors import BusyError, ConfigError, CorruptError
+from kmq.log import identity
+from kmq.logfmt import Logger
+from kmq.tier.restore import Restore, Source, age_s, check_target, find_source, settle
+from kmq.tier.store import Store, StoreError, open_store
+
+_LIVING_S = 3600.0  # a broker whose last commit is younger may still live
+_WAIT_S = 5.0
+
+
+def restore(
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="URL", help="The store: s3://bucket/prefix or file:///directory; default: KMQ_TIER."
+        ),
+    ] = "",
+    data: Annotated[str, typer.Option("--data", metavar="DIR", help="The directory to make; default: KMQ_DATA.")] = "",
+    lineage: Annotated[str, typer.Option("--lineage", metavar="HEX", help="Which one, if the store has several.")] = "",
+    drill: Annotated[
+        bool, typer.Option("--drill", help="A rehearsal beside the living broker, which goes on and does not notice.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")] = False,
+    if_empty: Annotated[
+        bool,
+        typer.Option(
+            "--if-empty", help="Before a start: make a new directory if the store has nothing, else say what to do."
+        ),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask; the broker that made the copy is gone.")] = False,
+) -> None:
+    """Make a data directory of the copy in the store: all that was acknowledged up to a minute before the loss.
+
+    The broker is down. The directory gets a new id. The broker that made the copy writes nothing there any more.
+    """
+    settings = load(dict(os.environ) | {"KMQ_DATA": data}) if data else load()
+    url = source or settings.tier
+    if not url:
+        raise ConfigError("give the store with --from, or set KMQ_TIER")
+    if if_empty:
+        restore_if_empty(settings, url, yes)
+        return
+    check_target(settings.data)
+    if settle(settings.data):
+        print(f"{settings.data}: a restore that was interrupted is in place now")
+        return
+    store = open_store(url)
+    found = find_source(store, lineage, _writer())
+    if found is None:
+        raise CorruptError(f"{url}: has no copy of a broker")
+    if dry_run:
+        print(f"{_said(found)}; nothing was changed")
+        return
+    if not drill:
+        _ask(found, yes)
+    _restore(store, found, settings, drill)
+
+
+def restore_if_empty(settings: Settings, url: str, yes: bool = False) -> None:
+    """Leave a directory that has an id alone. Make an empty one a data directory, if the store has no copy.
+
+    Raises CorruptError with the command to type if the store has a copy; with `yes` it is restored. While the store does
+    not answer, wait: a broker that begins at offset 0 beside its own history would give offsets out twice.
+    """
+    if os.path.exists(f"{settings.data}/id"):
+        return
+    store, said = open_store(url), False
+    while True:
+        try:
+            check_target(settings.data)
+            if settle(settings.data):
+                return
+            found = find_source(store, "", _writer())
+            break
+        except StoreError as err:
+            if not said:
+                print(f"kmq: {url} does not answer ({err}); waits for it, because it may have a copy", file=sys.stderr)
+            said = True
+            time.sleep(_WAIT_S)
+    if found is None:
+        identity.open_data(settings.data)
+        print(f"{settings.data}: {url} has no copy: a new data directory")
+    elif yes:
+        _restore(store, found, settings, is_drill=False)
+    else:
+        raise CorruptError(
+            f"{settings.data} is empty, and {_said(found)}; bring it back with: kmq restore --yes, or set another prefix in"
+            " KMQ_TIER to begin anew"
+        )
+
+
+def _restore(store: Store, found: Source, settings: Settings, is_drill: bool) -> None:
+    with counting("restored {task.completed:,.0f} bytes") as progress:
+        made = Restore(store, found, settings, Logger("restore"), progress)
+        made.run(is_drill)
+    print(
+        f"{settings.data}: restored up to seq {made.last_seq}, of {_time(found)}; its id and lineage are {made.id}"
+        + ("; a drill: start it with another KMQ_INSTANCE, and without KMQ_TIER" if is_drill else "")
+    )
+
+
+def _ask(found: Source, yes: bool) -> None:
+    """Ask if the broker that made the copy is gone, unless it has been silent for an hour."""
+    if yes or age_s(found.state) > _LIVING_S:
+        return
+    claim = found.state.claim
+    what = f"{claim.writer if claim else 'a broker'} has written the copy {age_s(found.state):.0f} s ago, and would be fenced"
+    if not sys.stdin.isatty():
+        raise BusyError(f"{what}; if it is gone for good, give --yes; to rehearse beside it, --drill")
+    typer.confirm(f"{what}. Is it gone for good?", abort=True)
+
+
+def _said(found: Source) -> str:
+    state = found.state
+    return (
+        f"the store has the lineage {found.lineage} up to seq {state.wal_end - 1}, of {_time(found)}:"
+        f" {len(state.rows())} objects with {found.nbytes:,} bytes of lines"
+    )
+
+
+def _time(found: Source) -> str:
+    return datetime.fromtimestamp(float(found.state.ts), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _writer() -> str:
+    return f"restore@{os.uname().nodename}"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add this command to `kmq`."""
+    app.command(
+        epilog=examples(
+            "kmq restore --from file:///mnt/nfs/kmq --dry-run",
+            "kmq restore --from s3://my-bucket/kmq --yes",
+            "kmq restore --drill --data /tmp/drill",
+        )
+    )(restore)

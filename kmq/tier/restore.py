@@ -1,0 +1,247 @@
+"""`kmq restore`: makes a data directory of the copy that the store has.
+
+    <data>/restoring/       a whole data directory, built here: WAL, tables, small files, indexes
+    <data>/restoring/whole  written when it is complete; then its entries get their places, `id` as the last one
+
+Order       1 a claim in the old lineage, so that its broker writes nothing more   2 all objects of the rows in force
+            3 the router's own recovery, which rebuilds every queue from the WAL    4 commits of the new lineage, by which
+            it can itself be restored   5 `begins successor=…` in the old one       6 `whole`, and the places
+Invariant   What comes back is one state that the broker had: the WAL up to its last row, and tables and files as of it or
+            before. Every object is compared with its row. The directory gets a new id and lineage. `gateway.starts` goes
+            far ahead, because a life that comes again would give out names and producer ids again.
+Crash       Without `whole` the next call begins anew; no stage starts in a directory that has `restoring` and no `id`.
+            With it the next call puts the rest in place. A lineage that was claimed and not begun may be restored again.
+Drill       claims nothing and makes no commits: the living broker does not notice.
+Not covered Objects of the old lineage stay in the store, because the new one names them; nobody deletes them.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kmq.config.settings import Settings
+from kmq.errors import CorruptError, DataExistsError, RetryError
+from kmq.files import give_up, make_directory, replace_file, sync_directory, sync_file
+from kmq.log import deletions, identity, segment, wal
+from kmq.log.identity import RESTORING
+from kmq.log.index import IndexWriter
+from kmq.log.segment import Limits
+from kmq.log.wal import Wal
+from kmq.logfmt import Logger
+from kmq.router.queues import Queues
+from kmq.tier import objects
+from kmq.tier.commits import CommitLine, CommitLog, TierState, line, lineages
+from kmq.tier.store import Store
+from kmq.tier.turn import DIRECTORY, Nonces, full_key
+
+_WHOLE = "whole"
+_MAY_BE_THERE = {RESTORING, "lost+found"}
+_STARTS = "gateway.starts"
+_LIVES = 1000  # lives of gateways that the copy may lack
+_WRITTEN_BYTES = 8 << 20  # between two calls of `progress`
+
+
+class Source(NamedTuple):
+    """What a restore begins with: the lineage in the store, and what its commits say."""
+
+    lineage: str
+    commits: CommitLog
+
+    @property
+    def state(self) -> TierState:
+        return self.commits.state
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.number("bytes") for row in self.state.rows())
+
+
+def find_source(store: Store, lineage: str, writer: str) -> Source | None:
+    """Return the lineage to restore, the only one without a successor; None if the store has none.
+
+    Of a restore that was killed before it began its lineage the commits do not count.
+
+    Raises CorruptError if there are several, or `lineage` is not there.
+    """
+    found: list[Source] = []
+    known: dict[str, Source] = {}
+    for name in [lineage] if lineage else lineages(store):
+        commits = CommitLog(store, name, writer)
+        if commits.read().number:
+            known[name] = Source(name, commits)
+    for name, each in known.items():
+        origin = known.get(each.state.origin)
+        is_left_over = origin is not None and origin.state.successor != name
+        if lineage or not (each.state.successor or is_left_over):
+            found.append(each)
+    if lineage and not found:
+        raise CorruptError(f"the store has no lineage {lineage}")
+    if len(found) > 1:
+        names = ", ".join(f"{each.lineage} (last commit at {each.state.ts})" for each in found)
+        raise CorruptError(f"the store has several lineages: {names}; choose one with --lineage")
+    if found and found[0].state.successor:
+        raise CorruptError(f"the lineage {lineage} went on as {found[0].state.successor}: restore that one")
+    return found[0] if found else None
+
+
+def check_target(data: str) -> None:
+    """Raise DataExistsError unless `data` may be restored into: missing, empty, or with a restore that was killed."""
+    entries = set(os.listdir(data)) if os.path.isdir(data) else set()
+    if os.path.exists(f"{data}/{RESTORING}/{_WHOLE}") and "id" not in entries:
+        return
+    if entries - _MAY_BE_THERE:
+        names = ", ".join(sorted(entries - _MAY_BE_THERE)[:3])
+        raise DataExistsError(f"{data}: is not empty ({names}); restore into an empty directory, or move this one away")
+
+
+def settle(data: str) -> bool:
+    """Put a whole restore in place. Return False if there is none."""
+    coming = f"{data}/{RESTORING}"
+    if not os.path.exists(f"{coming}/{_WHOLE}"):
+        return False
+    names = sorted(set(os.listdir(coming)) - {_WHOLE, "id"})
+    for name in [*names, "id"]:
+        if os.path.lexists(f"{coming}/{name}"):
+            if name == "id":
+                sync_directory(data)  # everything else has its place before the directory can be started
+            os.rename(f"{coming}/{name}", f"{data}/{name}")
+    sync_directory(data)
+    shutil.rmtree(coming)
+    return True
+
+
+class Restore:
+    """One restore, in its order. `progress` is called with the bytes that were written."""
+
+    def __init__(
+        self, store: Store, source: Source, settings: Settings, log: Logger, progress: Callable[[int], object]
+    ) -> None:
+        self._store, self._source, self._settings, self._log, self._progress = store, source, settings, log, progress
+        self.data = settings.data
+        self.path = f"{self.data}/{RESTORING}"
+        self.id = os.urandom(16).hex()
+        self.last_seq = 0
+
+    def run(self, is_drill: bool) -> None:
+        """Restore everything. Raises ObjectError, StoreError, FencedError; the directory then has no `id`."""
+        make_directory(self.data)
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.mkdir(self.path)
+        sync_directory(self.data)
+        if not is_drill:
+            commits = self._source.commits
+            commits.claim(line("claim", successor=self.id), os.urandom(8).hex())
+        self._write_files()
+        self._write_wal()
+        for name, row in self._source.state.tables.items():
+            self._write_segment(f"topics/{name}", row.number("base"), [row], by_seq=False)
+        self._recover()
+        if not is_drill:
+            self._begin_lineage()
+            self._source.commits.commit([line("begins", successor=self.id)], os.urandom(8).hex())
+        for directory, _, names in os.walk(self.path):
+            for name in names:
+                if not os.path.islink(f"{directory}/{name}"):
+                    sync_file(f"{directory}/{name}")
+            sync_directory(directory)
+        replace_file(f"{self.path}/{_WHOLE}", b"")
+        settle(self.data)
+
+    # --- what the store has ------------------------------------------------------------------------------------------
+
+    def _lines(self, row: CommitLine) -> Iterator[bytes]:
+        key = full_key(self._source.lineage, row.values["key"])
+        pieces = objects.CheckedPieces(self._store.get(key), key, row.number("size"), row.values["sha256"])
+        return objects.unpack(pieces, key)
+
+    def _write_files(self) -> None:
+        for name in ("append", "topics"):
+            os.mkdir(f"{self.path}/{name}")
+        for name in ("id", "lineage"):
+            replace_file(f"{self.path}/{name}", f"{self.id}\n".encode())
+        replace_file(f"{self.path}/format", f"{identity.format_text(1, 1)}\n".encode())
+        for name, row in self._source.state.files.items():
+            path = f"{self.path}/{name}"
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            content = b"".join(self._lines(row))
+            replace_file(path, content)
+            if name == deletions.NAME:
+                replace_file(f"{self.path}/{deletions.COPY}", content)
+        self._skip_lives()
+
+    def _skip_lives(self) -> None:
+        path = f"{self.path}/{_STARTS}"
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                text = file.read().strip()
+            if text.isdigit():
+                replace_file(path, b"%d\n" % (int(text) + _LIVES))
+
+    def _write_wal(self) -> None:
+        """Write the rows of the WAL as segments, each with as many rows as KMQ_SEGMENT_BYTES takes."""
+        rows: list[CommitLine] = []
+        for row in self._source.state.wal:
+            rows.append(row)
+            if sum(each.number("bytes") for each in rows) >= self._settings.segment_bytes:
+                self._write_segment("append", rows[0].number("first"), rows, by_seq=True)
+                rows = []
+        if rows:
+            self._write_segment("append", rows[0].number("first"), rows, by_seq=True)
+
+    def _write_segment(self, directory: str, first: int, rows: list[CommitLine], by_seq: bool) -> None:
+        """Write a segment of the lines of these objects, with its index."""
+        os.makedirs(f"{self.path}/{directory}", exist_ok=True)
+        path = f"{self.path}/{directory}/{segment.name(first)}"
+        with open(path, "xb") as file:
+            for row in rows:
+                for lines in self._lines(row):
+                    file.write(lines)
+                    self._progress(len(lines))
+        writer = IndexWriter(segment.index_path(path), give_up, by_seq)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            writer.begin()
+            writer.resume(fd, os.fstat(fd).st_size, first)
+            writer.seal()
+        finally:
+            os.close(fd)
+
+    # --- the broker's side -------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Open the WAL and complete every queue from it, as each start does."""
+        limits = Limits.of(self._settings)
+        log = Wal(self.path, _no_room, wal.torn_bytes(self._settings.ring_bytes), limits)
+        log.close()
+        self.last_seq = log.last_seq
+        queues = Queues(self.path, _no_room, self._log, limits, are_recorded=True)
+        queues.recover(log.last_seq)
+        queues.make_topics()
+        queues.checkpoints.start()
+        queues.settle()
+        queues.logs.close()
+
+    def _begin_lineage(self) -> None:
+        """Make the first commits of the new lineage: all rows in force, by the full keys of their objects."""
+        state, commits = self._source.state, CommitLog(self._store, self.id, f"{self.id}@{os.uname().nodename}")
+        nonce = Nonces(self.path).next("")
+        commits.claim(line("claim", pod=self.id), nonce)
+        before = [line("drop", "wal", before=state.wal_first, why="restore")] if state.wal_first > 1 else []
+        rows = [
+            row._replace(values={**row.values, "key": full_key(self._source.lineage, row.values["key"])})
+            for row in state.rows()
+        ]
+        commits.commit([line("origin", lineage=self._source.lineage), *before, *rows], os.urandom(8).hex())
+        cursor = f"{commits.state.number} {self.id}\n"
+        replace_file(f"{self.path}/{DIRECTORY}/cursor", cursor.encode())
+
+
+def _no_room(path: str) -> None:
+    raise RetryError(f"{path}: the disk is full; make room, and run kmq restore again")
+
+
+def age_s(state: TierState) -> float:
+    """Return the seconds since the last commit."""
+    return time.time() - float(state.ts)
