@@ -38,6 +38,7 @@ from kmq.tier.turn import DIRECTORY, Nonces, full_key
 
 _WHOLE = "whole"
 _MAY_BE_THERE = {RESTORING, "lost+found"}
+_COPIES = {deletions.NAME: deletions.COPY}  # files that lie there twice
 _STARTS = "gateway.starts"
 _LIVES = 1000  # lives of gateways that the copy may lack
 _WRITTEN_BYTES = 8 << 20  # between two calls of `progress`
@@ -167,8 +168,8 @@ class Restore:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             content = b"".join(self._lines(row))
             replace_file(path, content)
-            if name == deletions.NAME:
-                replace_file(f"{self.path}/{deletions.COPY}", content)
+            if name in _COPIES:
+                replace_file(f"{self.path}/{_COPIES[name]}", content)
         self._skip_lives()
 
     def _skip_lives(self) -> None:

@@ -42,7 +42,7 @@ from kmq.tier.objects import MEMBER_BYTES, Packed
 from kmq.tier.store import Store, StoreError, holds, probe
 
 DIRECTORY = "tier"  # below the data directory: what this process remembers
-FILES = ("router.ckpt", "producers.ckpt", "deletions", "format", "gateway.starts")
+FILES = ("router.ckpt", "producers.ckpt", "deletions", "format", "gateway.starts", "restored")
 NAMED = ("dropped.log", "quarantine/log")  # they explain what the WAL lacks, so they go up with its rows
 _FILES_S = 3600.0
 _DELETE_S = 3600.0  # between a drop and the deletion: a reader may have planned with the row
