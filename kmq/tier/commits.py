@@ -6,9 +6,9 @@
     end crc32=1234567
 
     claim pod=<id>                                     alone in its commit: its writer writes from now on
+    claim pod=<id> origin=<lineage>                    the first one of a lineage that a restore has made of another one
     claim successor=<lineage>                          a restore takes over; no broker of this lineage writes any more
     begins successor=<lineage>                         that restore is whole
-    origin lineage=<lineage>                           this lineage was made by a restore of that one
     table __kmq/0 life=1 base=0 end=12 seq=9001 …      a partition as a whole, up to offset `end`
     drop wal before=8012 why=retention                 rows that end there are no longer in force; the next may begin there
     drop orders/0 life=130 why=deleted                 this table or file is no longer in force
@@ -182,10 +182,9 @@ class TierState:
     def _apply_line(self, each: CommitLine, commit: TierCommit) -> None:
         if each.verb == "claim":
             self.claim = Claim(commit.number, commit.nonce, commit.writer, each.values)
+            self.origin = self.origin or each.values.get("origin", "")
         elif each.verb == "begins":
             self.successor = each.values["successor"]
-        elif each.verb == "origin":
-            self.origin = each.values["lineage"]
         elif each.verb == "wal":
             if each.number("first") != self.wal_end or each.number("last") < each.number("first"):
                 raise ValueError(f"a row of the WAL begins at {each.values['first']} instead of {self.wal_end}")
@@ -250,6 +249,8 @@ def decode_state(content: bytes, number: int) -> TierState:
             found.claim = by._replace(values=each.values)
         elif each.verb == "dropped":
             found.dropped[each.name] = each.number("number")
+        elif each.verb == "origin":
+            found.origin = each.values["lineage"]
         elif each.verb == "wal":
             found.wal.append(each)
         else:

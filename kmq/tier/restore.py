@@ -228,13 +228,13 @@ class Restore:
         """Make the first commits of the new lineage: all rows in force, by the full keys of their objects."""
         state, commits = self._source.state, CommitLog(self._store, self.id, f"{self.id}@{os.uname().nodename}")
         nonce = Nonces(self.path).next("")
-        commits.claim(line("claim", pod=self.id), nonce)
+        commits.claim(line("claim", pod=self.id, origin=self._source.lineage), nonce)
         before = [line("drop", "wal", before=state.wal_first, why="restore")] if state.wal_first > 1 else []
         rows = [
             row._replace(values={**row.values, "key": full_key(self._source.lineage, row.values["key"])})
             for row in state.rows()
         ]
-        commits.commit([line("origin", lineage=self._source.lineage), *before, *rows], os.urandom(8).hex())
+        commits.commit([*before, *rows], os.urandom(8).hex())
         cursor = f"{commits.state.number} {self.id}\n"
         replace_file(f"{self.path}/{DIRECTORY}/cursor", cursor.encode())
 
