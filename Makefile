@@ -87,6 +87,9 @@ bench-kafka: $(STAMP)  ## the Kafka door: librdkafka produces and consumes, besi
 bench-consumers: $(STAMP)  ## consumers in Python, and the consumer port
 	@$(BIN)/python scripts/bench_consumers $(ARGS)
 
+bench-tier: $(STAMP)  ## the copy off the machine: CPU a GB of lines, to a directory and back
+	@$(BIN)/python scripts/bench_tier.py $(ARGS)
+
 console-shots: $(STAMP)  ## docs/console.png: the console of a broker with load, by Chromium (ARGS="--all DIR": every page, light, dark, narrow)
 	@$(BIN)/python scripts/console_shots.py $(ARGS)
 
@@ -96,4 +99,4 @@ soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup dist demo cluster-demo shard-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-shard bench-kafka bench-consumers console-shots soak clean
+.PHONY: help setup dist demo cluster-demo shard-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-shard bench-kafka bench-consumers bench-tier console-shots soak clean

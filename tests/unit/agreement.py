@@ -21,8 +21,9 @@ Check = Callable[[list[Document]], Iterator[str]]
 
 AGENT = "agent"
 REPLICA = "replica"
+TIER = "tier"
 PROCESSES = (*STAGES, "gateway")  # of every broker
-MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent", REPLICA: "kmq.replica"} | {
+MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent", REPLICA: "kmq.replica", TIER: "kmq.tier"} | {
     name: f"stages.{name}" for name in STAGES
 }
 # Port name in the manifests → whose it is, its setting, and the setting of the address it listens on.
@@ -88,9 +89,9 @@ def role(container: Document) -> str:
 
 
 def processes(pod: Document) -> tuple[str, ...]:
-    """The processes of ours in this pod: one that belongs to a fleet or to a shard has one more."""
+    """The processes of ours in this pod: one of a fleet, of a shard, or with a copy has one more."""
     found = {role(container) for container in containers(pod)}
-    return (*PROCESSES, *(name for name in (AGENT, REPLICA) if name in found))
+    return (*PROCESSES, *(name for name in (AGENT, REPLICA, TIER) if name in found))
 
 
 def is_beside(pod: Document) -> bool:
@@ -244,6 +245,7 @@ def policy_lets_in_whom_it_should(documents: list[Document]) -> Iterator[str]:
                 yield f"lets in {allowed}"
             out = [sorted({port["port"] for port in rule.get("ports", [])}) for rule in spec.get("egress", [])]
             named_out: list[list[int]] = [[]] * is_shard + [[53, 8500, 8501]] * (is_shard or AGENT in processes(pod))
+            named_out += [[53, 443]] * (TIER in processes(pod))
             peers = [rule.get("to") for rule in spec.get("egress", []) if not rule.get("ports")]
             if sorted(spec["policyTypes"]) != ["Egress", "Ingress"] or out != named_out or peers != [shard] * is_shard:
                 yield "the broker may call out"
