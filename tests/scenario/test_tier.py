@@ -1,5 +1,6 @@
 """A copy off the machine, as a user has it: a broker with KMQ_TIER, its status, a store that is away, kills."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from brokers import Broker
 from waiting import until
@@ -98,3 +100,68 @@ def test_without_the_setting_there_is_no_such_process(broker):
     assert "tier" not in broker.status() and not (broker.data / "tier").exists()
     done = broker.kmq("tier", "status")
     assert done.returncode == 78 and "KMQ_TIER is not set" in done.stderr
+
+
+# --- the way back ----------------------------------------------------------------------------------------------------
+
+
+def lose_the_disk(broker):
+    """What a machine leaves that burns down: every process killed, the directories gone."""
+    while left := broker.processes():
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    shutil.rmtree(broker.data)
+    shutil.rmtree(broker.pipes)
+
+
+def queue_of(broker, topic="orders"):
+    data = str(broker.data)
+    log = reader.partition(data, topic, 0)
+    return b"".join(lines for _, lines in log.chunks(log.first_offset)).splitlines()
+
+
+def test_a_broker_whose_disk_is_lost_comes_back_with_all_that_was_copied(broker, tmp_path):
+    broker.up()
+    sent = "".join(f"orders|0|{n}|message {n}\n" for n in range(1, 2001))
+    assert broker.kmq("produce", "--raw", "--producer", "p", text=sent).returncode == 0, broker.log()
+    until(lambda: is_whole(broker, tmp_path / "store"), "the copy is whole", broker.log)
+    before = queue_of(broker)
+    lose_the_disk(broker)
+    refused = broker.kmq("up", "--no-gateway")
+    assert refused.returncode == 65 and "kmq restore --yes" in refused.stderr and not (broker.data / "id").exists()
+    asked = broker.kmq("restore")
+    assert asked.returncode == 69 and "gone for good" in asked.stderr
+    assert broker.kmq("restore", "--dry-run").stdout.endswith("nothing was changed\n")
+    done = broker.kmq("restore", "--yes")
+    assert done.returncode == 0 and "restored up to seq" in done.stdout, done.stderr
+    assert queue_of(broker) == before
+    broker.up()
+    again = broker.kmq("produce", "--raw", "--producer", "p", text=sent)  # each id is known
+    assert again.returncode == 0, again.stderr
+    broker.kmq("produce", "orders", text="new\n")
+    until(lambda: any(b"|new" in line for line in queue_of(broker)), "the new message is there", broker.log)
+    assert queue_of(broker)[: len(before)] == before and len(queue_of(broker)) == len(before) + 1
+    until(lambda: tier(broker)["age"] == 0 and tier(broker)["commits"] >= 3, "the new lineage is copied", broker.log)
+    verified = broker.kmq("verify")
+    assert verified.stdout.endswith("no damage\n"), verified.stdout
+
+
+def test_a_rehearsal_beside_the_living_broker(broker, tmp_path):
+    broker.up()
+    broker.kmq("produce", "orders", text="1\n2\n3\n")
+    until(lambda: is_whole(broker, tmp_path / "store"), "the copy is whole", broker.log)
+    done = broker.kmq("restore", "--drill", "--data", str(tmp_path / "drill"))
+    assert done.returncode == 0, done.stderr
+    broker.kmq("produce", "orders", text="4\n")
+    until(lambda: is_whole(broker, tmp_path / "store"), "the copy goes on", broker.log)
+    assert "tier_stands" not in broker.log()
+    refused = broker.kmq("restore", "--drill", "--data", str(tmp_path / "drill"))
+    assert refused.returncode == 73 and "is not empty" in refused.stderr
+
+
+def test_with_the_setting_no_stage_makes_a_data_directory(broker):
+    done = broker.run("python", "-m", "stages.durability")
+    assert done.returncode == 78 and "kmq restore --if-empty" in done.stderr and not (broker.data / "id").exists()
+    done = broker.kmq("restore", "--if-empty")
+    assert done.returncode == 0 and (broker.data / "id").exists()

@@ -1,0 +1,60 @@
+"""The copy off the machine on random walks: clones, states that were put back, zombies, kills, a store that lies. And mutants."""
+
+import os
+import random
+
+import pytest
+from tier_world import Violated, World
+
+from kmq.tier import turn as turn_module
+from kmq.tier.turn import Copier
+
+STEPS, WALKS, MUTANT_WALKS = 40, 4, 40
+
+
+def walk(path, seed):
+    world = World(path, random.Random(seed))
+    for _ in range(STEPS):
+        world.step()
+    return world
+
+
+@pytest.mark.parametrize("number", range(WALKS))
+def test_no_promise_is_broken_on_a_random_walk(tmp_path, number):
+    seed = int(os.environ.get("MODEL_SEED", random.SystemRandom().randrange(1 << 32)))
+    print(f"MODEL_SEED={seed}")
+    walk(tmp_path, seed)
+
+
+def without_reading_back(monkeypatch):
+    monkeypatch.setattr(turn_module, "holds", lambda store, key, content: True)
+
+
+def without_order(monkeypatch):
+    """Tables and files go up before the WAL."""
+
+    def turn(self):
+        if not self.is_claimed:
+            self.claim()
+        self.commits.catch_up()
+        self.commits.check_claim()
+        found = turn_module.SmallFiles.of(self.data)
+        self._copy_tables(found)
+        self._copy_files(found)
+        self._copy_wal(self._options.durable())
+
+    monkeypatch.setattr(Copier, "turn", turn)
+
+
+MUTANTS = [without_reading_back, without_order]  # for the other guards tests/unit/test_tier_turn.py has a story each
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_guard_that_is_missing_breaks_a_promise(tmp_path, monkeypatch, mutant):
+    mutant(monkeypatch)
+    for seed in range(MUTANT_WALKS):
+        try:
+            walk(tmp_path / str(seed), seed)
+        except Violated:
+            return
+    raise AssertionError(f"no promise was broken in {MUTANT_WALKS} walks")
