@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kmq.config.values import MIB
-from kmq.errors import KmqError
+from kmq.errors import CorruptError
 from kmq.files import replace_file
 from kmq.log import checkpoint, identity, passes, reader, topics, wal
 from kmq.log.damage import DamageError
@@ -49,7 +49,7 @@ _DELETE_S = 3600.0  # between a drop and the deletion: a reader may have planned
 _FULL_KEY = re.compile(r"[0-9a-f]{32}/")
 
 
-class AheadError(KmqError):
+class AheadError(CorruptError):
     """The store has records that this directory does not have, or has other ones in their place."""
 
 
