@@ -96,7 +96,7 @@ def test_a_store_that_is_away_is_waited_for(alone):
     assert (Path(alone.data) / "tier/status").read_text().startswith("away: ")
     alone.store.unlink()
     until(alone.is_copied, "all is copied", alone.log)
-    assert "event=tier_store_back" in alone.log() and not alone.row().failing_since
+    until(lambda: "event=tier_store_back" in alone.log() and not alone.row().failing_since, "it says so", alone.log)
 
 
 def test_where_another_broker_has_the_claim_it_stays_and_writes_nothing_until_it_is_told(alone):
