@@ -8,17 +8,21 @@ Mechanism   The stats page names the directory and the id with which the broker 
 Not covered Processes of a pod that were all killed by SIGKILL before they could see that the directory had gone.
 """
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kmq.broker.stats import ENDED, FRESH_S, StatsPage, peek
 from kmq.config.settings import Settings
-from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, Stopped
-from kmq.links.ownership import field
+from kmq.errors import EXIT_OK, EXIT_RETRY, BusyError, ConfigError, Stopped
+from kmq.files import replace_file
+from kmq.links.ownership import FileLock, describe, field
 from kmq.log.identity import DataMissingError, open_data
 from kmq.logfmt import Logger, obey
 
+STARTS = "gateway.starts"  # one line with the decimal number of the lives of gateways up to now
+_MOST_DIGITS = 9
 _LOOK_S = 0.25  # between two looks for the directory; each is a sign of life
 
 AGAIN = "--again"  # argument of a process that has re-executed itself and keeps its row of the stats page
@@ -73,3 +77,33 @@ def open_page(
             if is_free:
                 row.end(EXIT_OK)
             raise Stopped("told to stop while the data directory was missing")
+
+
+def read_starts(data: str) -> int:
+    """Return the number of starts of gateways; 0 if gateway.starts is missing or damaged."""
+    try:
+        with open(f"{data}/{STARTS}", "rb") as file:
+            text = file.read(_MOST_DIGITS + 2).strip()
+    except FileNotFoundError:
+        return 0
+    return int(text) if text.isdigit() and len(text) <= _MOST_DIGITS else 0
+
+
+def write_starts(data: str, count: int) -> None:
+    """Replace gateway.starts."""
+    replace_file(f"{data}/{STARTS}", b"%d\n" % count)
+
+
+@contextlib.contextmanager
+def broker_is_down(data: str, pipes: str, stage: str = "cluster") -> Iterator[None]:
+    """Hold the locks of a broker that is down. Raises BusyError, naming the holder, if it runs. `stage`: who holds them."""
+    with contextlib.suppress(OSError):  # a Job has no place for pipes, and no broker beside it
+        os.makedirs(pipes, exist_ok=True)
+    paths = [f"{pipes}/{name}.owner" for name in ("supervisor", "replica") if os.path.isdir(pipes)]
+    paths += [f"{data}/{name}/.owner" for name in ("append", "topics") if os.path.isdir(f"{data}/{name}")]
+    with contextlib.ExitStack() as held:
+        for lock in map(FileLock, paths):
+            if not lock.try_acquire(describe(stage, data)):
+                raise BusyError(f"{lock.path} is held by {lock.holder()}: the broker must be down; see: kmq down")
+            held.callback(lock.release)
+        yield

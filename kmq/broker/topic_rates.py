@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from kmq.errors import CorruptError, KmqError
-from kmq.log import reader
+from kmq.log import gaps, reader
 from kmq.log.bounds import Bounds
 from kmq.log.segment import survey
 from kmq.message import record
@@ -164,13 +164,17 @@ class TopicRates:
         now = time.monotonic()
         offsets = self._bounds.offsets(name)
         end, count = sum(end for _, end in offsets), len(offsets)
-        records = end - sum(first for first, _ in offsets)
+        records = end - sum(first for first, _ in offsets) - self._in_gaps(name, offsets)
         if before is not None and (end, records, count) == (before.end, before.records, before.partitions):
             return before._replace(at=now, rate=0.0)
         sizes = (survey(f"{self._data}/topics/{name}/{number}") for number in range(count))
         nbytes = sum(segment.size for found in sizes for segment in found)
         rate = None if before is None else max(0, end - before.end) / (now - before.at)
         return TopicVisit(now, count, end, records, nbytes, rate)
+
+    def _in_gaps(self, name: str, offsets: list[tuple[int, int]]) -> int:
+        """Return how many offsets of a topic no record has."""
+        return sum(gaps.count(self._bounds.gaps(name, number), *bounds) for number, bounds in enumerate(offsets))
 
 
 def _prefixes(routing_key: str) -> Iterator[str]:

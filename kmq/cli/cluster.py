@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from kmq.broker.data_directory import broker_is_down
 from kmq.broker.door import known_shard
 from kmq.broker.supervisor import is_data
-from kmq.cli.output import confirm, counting, examples, open_queue, print_table, seconds
+from kmq.cli.output import counting, examples, is_wanted, open_queue, print_table, seconds
 from kmq.config import terminal
 from kmq.config.settings import load
 from kmq.errors import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, EXIT_RETRY, ConfigError, CorruptError, RetryError
@@ -242,7 +243,7 @@ def recover(
     if away:
         print(f"not here: {away}; what only they have would be cut when they come back")
     what = f"one of {brokers} leads next, alone in the ISR until others have caught up"
-    if not _is_wanted(what, dry_run, yes):
+    if not is_wanted(what, dry_run, yes):
         return
 
     def carry_out(keys: "ShardKeys", _: str) -> "Steps[str]":
@@ -267,10 +268,10 @@ def reset(
     from kmq.replica import disks
 
     data, pipes, state = _directory(shard)
-    with disks.broker_is_down(data, pipes):
+    with broker_is_down(data, pipes):
         print(f"{data}: {state.text}")
         what = "all of it is moved aside, and the next start makes a new replica; only others have its records then"
-        if _is_wanted(what, dry_run, yes):
+        if is_wanted(what, dry_run, yes):
             print(f"{data}: is empty; what it had is in {disks.reset(data, state)}")
 
 
@@ -288,10 +289,10 @@ def detach(
     from kmq.replica import disks
 
     data, pipes, state = _directory(shard)
-    with disks.broker_is_down(data, pipes):
+    with broker_is_down(data, pipes):
         print(f"{data}: {state.text}")
         what = "it leaves its shard for good; what only the other replicas have is lost to it"
-        if _is_wanted(what, dry_run, yes):
+        if is_wanted(what, dry_run, yes):
             lineage = disks.detach(data, state)
             print(f"{data}: is a broker of its own, of the lineage {lineage}; start it without KMQ_SHARD")
 
@@ -372,16 +373,6 @@ async def _compare(sides: "Mapping[str, Ask]", away: dict[str, Exception]) -> in
     if any(isinstance(error, CorruptError) for error in lost.values()):
         return EXIT_CORRUPT
     return EXIT_RETRY if lost else EXIT_OK
-
-
-def _is_wanted(what: str, dry_run: bool, yes: bool) -> bool:
-    """Return True if the action is wanted: `yes` was given, or the user confirms it on the terminal."""
-    if dry_run:
-        print(f"{what}; nothing was changed")
-        return False
-    if not yes:
-        confirm(what, "do it", "Go on?")
-    return True
 
 
 def add_to(app: typer.Typer) -> None:

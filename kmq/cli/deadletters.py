@@ -103,12 +103,11 @@ def _list_elsewhere(topic: str, as_json: bool) -> None:
 
 def _list_topics(data: str, as_json: bool) -> None:
     from kmq.log import topics
-    from kmq.log.partition import end_offset
-    from kmq.log.reader import partition
+    from kmq.log.bounds import measure
     from kmq.message.letters import is_dead_letters
 
     rows = [
-        (name, sum(end_offset(data, name, n)[0] - partition(data, name, n).first_offset for n in range(partitions)))
+        (name, sum(size.messages for size in measure(data, name, partitions)))
         for name, partitions, _ in topics.listing(data)
         if is_dead_letters(name)
     ]

@@ -128,6 +128,16 @@ def confirm(what: str, to_do: str, question: str) -> None:
     typer.confirm(f"{what}. {question}", abort=True)
 
 
+def is_wanted(what: str, dry_run: bool, yes: bool) -> bool:
+    """Return True if the action is wanted: `yes` was given, or the user confirms it on the terminal."""
+    if dry_run:
+        print(f"{what}; nothing was changed")
+        return False
+    if not yes:
+        confirm(what, "do it", "Go on?")
+    return True
+
+
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from kmq.broker.stats import TIER
-from kmq.cli.output import examples, existing_data, table
+from kmq.cli.output import examples, existing_data, is_wanted, table
+from kmq.config import terminal
 from kmq.config.settings import Settings, load
 from kmq.errors import EXIT_FAILED, ConfigError
 from kmq.log import identity
@@ -19,7 +20,7 @@ from kmq.tier.turn import DIRECTORY, Nonces, compare, full_key
 
 tier_app = typer.Typer(
     no_args_is_help=True,
-    help="The copy of the WAL off this machine, in KMQ_TIER.",
+    help="The copy of the WAL off this machine, in KMQ_TIER; and a data directory that was put back from a copy.",
     epilog=examples("kmq tier status", "kmq tier ls", "kmq tier verify --deep"),
 )
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -153,6 +154,47 @@ def claim(
     nonce = nonces.next("", is_taken_over=True)
     commits.claim(line("claim", pod=identity.read(settings.data, "id")), nonce)
     print(f"claimed by commit {commits.state.number}, after {other}{when}; kmq.tier goes on within a minute")
+
+
+@tier_app.command(epilog=examples("kmq tier fork --dry-run", "kmq tier fork --data restored --yes"))
+def fork(
+    data: Annotated[str, typer.Option("--data", metavar="DIR", help="The data directory; default: KMQ_DATA.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Continue with a copy that was put back, and give no offset out twice.
+
+    The broker is down. What it acknowledged after the copy was made is gone,
+    but consumers may have read it. So new records get seqs and offsets far
+    above all that were given out, and consumers skip nothing. The directory
+    gets a new id and lineage. A command that was killed is run again.
+    """
+    from kmq.broker.data_directory import broker_is_down
+    from kmq.broker.supervisor import is_data
+    from kmq.logfmt import Logger
+    from kmq.router import fork as forking
+
+    settings = load(dict(os.environ) | {"KMQ_DATA": data}) if data else load()
+    directory = settings.data
+    if not is_data(directory):
+        raise ConfigError(
+            f"{os.path.abspath(directory)} is no data directory; give the one that was put back: --data DIR"
+        )
+    with broker_is_down(directory, settings.pipes, "fork"):
+        made = forking.begun(directory) or forking.plan(directory)
+        what = (
+            f"{directory}: the copy ends with seq {made.last_seq}; new records get seq {made.next_seq} and offset"
+            f" {made.offset} or higher, under a new id"
+        )
+        if not is_wanted(what, dry_run, yes):
+            return
+        found = forking.carry_out(directory, made, settings, Logger("fork"))
+    shown = table("topic", ">partition", ">records end at", ">goes on at")
+    for row in found:
+        shown.add_row(row.topic, str(row.partition), str(row.end_offset), str(row.next_offset))
+    print(f"{directory}: forked; its id and lineage are {made.id}, its next seq is {made.next_seq}")
+    if found:
+        terminal.console().print(shown)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -17,10 +17,10 @@ from kmq.config.settings import SETTINGS, Settings, load
 from kmq.config.states import InForce
 from kmq.config.values import FOREVER
 from kmq.errors import BusyError, ConfigError, KmqError
-from kmq.log import reader, topic_changes, topics
+from kmq.log import gaps, reader, topic_changes, topics
 from kmq.log.bounds import PartitionSize, measure
 from kmq.log.identity import open_data
-from kmq.log.partition import end_offset
+from kmq.log.partition import directory_of, end_offset
 from kmq.log.segment import COMPACT, LIMITS, Limits
 from kmq.log.topic_changes import TopicRequest
 from kmq.logfmt import pairs
@@ -164,7 +164,7 @@ def list_topics(
 
 
 def _sizes(with_own: bool) -> Iterator[tuple[str, int | None, list[tuple[int, int]]]]:
-    """Yield each topic: its name, since when it is in force, and (end offset, bytes) of each partition.
+    """Yield each topic: its name, since when it is in force, and (messages, bytes) of each partition.
 
     A gateway is asked for each topic: only such a request returns sizes.
     """
@@ -172,11 +172,17 @@ def _sizes(with_own: bool) -> Iterator[tuple[str, int | None, list[tuple[int, in
         data = existing_data()
         for name, partitions, from_seq in topics.listing(data):
             if with_own or not name.startswith("__"):
-                yield name, from_seq, [end_offset(data, name, number) for number in range(partitions)]
+                yield name, from_seq, [_written(data, name, number) for number in range(partitions)]
         return
     for row in ask("GET", f"/api/topics?internal={str(with_own).lower()}"):
         topic = _ask_topic("GET", row["name"])
         yield topic["name"], topic["fromSeq"], [(log["endOffset"], log["bytes"]) for log in topic["partitions"]]
+
+
+def _written(data: str, name: str, partition: int) -> tuple[int, int]:
+    """Return (messages that a partition ever got, bytes that it has)."""
+    end, size = end_offset(data, name, partition)
+    return end - gaps.count(gaps.read(directory_of(data, name, partition)), 0, end), size
 
 
 def _ask_topic(method: str, name: str, body: object = None) -> Any:
@@ -363,7 +369,7 @@ def describe(settings: Settings, name: str) -> dict[str, Any]:
             "messages": size.messages,
             "bytes": size.nbytes,
             "first_offset": size.first_offset,
-            "last_offset": size.end_offset - 1 if size.messages else None,
+            "last_offset": gaps.before(size.gaps, size.end_offset) - 1 if size.messages else None,
         }
         for size in measure(settings.data, name, declared.partitions)
     ]

@@ -6,11 +6,13 @@ Memory      `Bounds`, for listings of thousands of topics, has a few hundred byt
             topics removes deleted topics from it.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kmq.files import Signature, is_settled, signature
-from kmq.log import reader, segment, topics
+from kmq.log import gaps, reader, segment, topics
+from kmq.log.gaps import Gaps
 from kmq.log.partition import directory_of
 from kmq.log.topics import Declaration
 
@@ -23,10 +25,11 @@ class PartitionSize(NamedTuple):
     end_offset: int
     nbytes: int
     segments: int
+    gaps: Gaps = ()
 
     @property
     def messages(self) -> int:
-        return self.end_offset - self.first_offset
+        return self.end_offset - self.first_offset - gaps.count(self.gaps, self.first_offset, self.end_offset)
 
 
 def measure(data: str, topic: str, partitions: int) -> list[PartitionSize]:
@@ -37,7 +40,8 @@ def measure(data: str, topic: str, partitions: int) -> list[PartitionSize]:
         end = log.end_offset()  # before first_offset: retention may delete segments between the two
         first = min(log.first_offset, end)
         found = segment.survey(log.directory)
-        sizes.append(PartitionSize(number, first, end, sum(part.size for part in found), len(found)))
+        size = sum(part.size for part in found)
+        sizes.append(PartitionSize(number, first, end, size, len(found), log.gaps()))
     return sizes
 
 
@@ -62,6 +66,7 @@ class Bounds:
         self._data = data
         self._declared: dict[str, tuple[Signature, Declaration]] = {}
         self._bounds: dict[str, tuple[str, Signature, tuple[int, int]]] = {}  # directory → segment, signature, offsets
+        self._gaps: dict[str, tuple[Signature, Gaps]] = {}  # directory → its signature, which a new gap changes
         # directory → signature and end offset, and the record before that end
         self._stamps: dict[str, tuple[tuple[Signature, int], tuple[int, int] | None]] = {}
         self._listed: tuple[Signature, list[str]] = ((), [])
@@ -82,7 +87,7 @@ class Bounds:
         if len(self._declared) <= len(names):
             return
         gone = {*self._declared} - {*names}
-        caches: tuple[dict[str, Any], ...] = self._bounds, self._stamps
+        caches: tuple[dict[str, Any], ...] = self._bounds, self._stamps, self._gaps
         for cache in caches:
             for directory in [each for each in [*cache] if each.split("/")[-2] in gone]:
                 cache.pop(directory, None)
@@ -125,13 +130,29 @@ class Bounds:
             self._bounds.pop(directory, None)
         return bounds
 
+    def gaps(self, topic: str, partition: int) -> Gaps:
+        """Return the gaps of a partition. In a data directory that was never forked this reads one name."""
+        if not os.path.exists(f"{self._data}/{gaps.NAME}"):
+            return ()
+        directory = directory_of(self._data, topic, partition)
+        try:
+            now = signature(directory)
+        except FileNotFoundError:
+            return ()
+        cached = self._gaps.get(directory)
+        if cached is None or cached[0] != now:
+            cached = now if is_settled(now) else (), gaps.read(directory)
+            self._gaps[directory] = cached
+        return cached[1]
+
     def stamp(self, topic: str, partition: int, end: int) -> tuple[int, int] | None:
         """Return (seq, recv_ts) of the record before `end`, which `of` has returned; None if it is not known."""
         directory = directory_of(self._data, topic, partition)
         _, seen, _ = self._bounds.get(directory, ("", (), ()))  # another thread may have replaced it
         cached = self._stamps.get(directory)
         if not seen or cached is None or cached[0] != (seen, end):
-            cached = (seen, end), reader.partition(self._data, topic, partition).stamp_of(end - 1)
+            last = gaps.before(self.gaps(topic, partition), end) - 1
+            cached = (seen, end), reader.partition(self._data, topic, partition).stamp_of(last)
             self._stamps[directory] = cached
         return cached[1]
 

@@ -37,12 +37,11 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 
 from kmq.errors import BusyError, CorruptError, KmqError
 from kmq.files import make_directory, sync_directory
 from kmq.links.ownership import FileLock, describe
-from kmq.log import checkpoint, segment
+from kmq.log import checkpoint, gaps, segment
 from kmq.log.index import IndexWriter
 from kmq.log.partition import directory_of
 from kmq.log.segment_reader import SegmentReader
@@ -91,8 +90,10 @@ def synced_ends(data: str) -> dict[tuple[str, int], int]:
 
 def sealed(data: str, topic: str, partition: int, end: int) -> list[Sealed]:
     """Return the sealed segments of a partition that end at or before the offset `end`."""
-    firsts = [first for first, _ in segment.listing(directory_of(data, topic, partition))]
-    found = [Sealed(topic, partition, first, end) for first, end in pairwise(firsts)]
+    directory = directory_of(data, topic, partition)
+    firsts = [first for first, _ in segment.listing(directory)]
+    ends = gaps.ends(firsts[1:], gaps.read(directory) if firsts[1:] else ())
+    found = [Sealed(topic, partition, *span) for span in zip(firsts, ends, strict=False)]
     return [candidate for candidate in found if candidate.end <= end]
 
 

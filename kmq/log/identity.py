@@ -20,6 +20,10 @@ the first such topic in force. docs/decisions/topic-growth.md
 Version 4: a record sets where partitions begin. Releases without such records would bring back deleted records, and
 number those after an empty start wrongly. The router raises older versions to 4 before it carries out the first one.
 docs/decisions/starts.md
+
+Version 5: the directory was put back from an older copy, and partitions have gaps (gaps.py). Releases without gaps would
+take them for lost records. `kmq tier fork` raises older versions to 5 first of all. While the file `forking` is there
+the command has not finished, and no process starts with the directory.
 """
 
 import contextlib
@@ -33,7 +37,10 @@ from kmq.files import FULL, replace_file, sync_directory
 
 LABELLED = 2  # indexes have labels, and keys may have marks
 ROUTED = 3  # topics may have another partitioner than crc32, or have grown
-FORMAT = 4  # partitions may begin where a record says
+STARTED = 4  # partitions may begin where a record says
+FORKED = 5  # partitions may have gaps
+FORMAT = FORKED
+FORKING = "forking"  # the plan of a fork, until it is done (kmq/router/fork.py)
 RESTORING = "restoring"  # below a data directory that kmq restore has not finished (kmq/tier/restore.py)
 NEVER = 1 << 62  # a seq that no record has
 _LONGEST = 128  # bytes of `format`, and of `replica` up to its shard
@@ -61,6 +68,7 @@ def open_data(path: str, known: str = "", shard: str = "") -> str:
     try:
         _check_shard(path, shard)
         _check_restored(path)
+        _check_forked(path)
         os.makedirs(f"{path}/append", exist_ok=True)
         os.makedirs(f"{path}/topics", exist_ok=True)
         _write_once(path, "id", os.urandom(16).hex())
@@ -117,6 +125,12 @@ def _check_restored(path: str) -> None:
             f"KMQ_DATA={path!r}: kmq restore was begun there and has not finished; run it again, or remove"
             f" {path}/{RESTORING} to begin anew"
         )
+
+
+def _check_forked(path: str) -> None:
+    """Raise ConfigError if `kmq tier fork` was begun in the directory and has not finished."""
+    if os.path.exists(f"{path}/{FORKING}"):
+        raise ConfigError(f"KMQ_DATA={path!r}: a fork was begun and has not finished; run kmq tier fork --yes again")
 
 
 def read(path: str, name: str) -> str:

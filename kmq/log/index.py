@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable
 from functools import lru_cache
 
-from kmq.files import AppendFile, Buffer, WaitForRoom, with_room
+from kmq.files import AppendFile, Buffer, WaitForRoom, replace_file, with_room
 from kmq.log import identity
 from kmq.message import record
 
@@ -85,6 +85,16 @@ def lineage_of(root: str) -> str:
 
 
 _PARSED = re.compile(rb"kmq-idx 2 lineage=([0-9a-f]*) log=(append|[A-Za-z0-9_.-]+/\d{1,4}) base=(\d{1,19})\n")
+
+
+def relabel(path: str, lineage: str) -> None:
+    """Put another lineage into the label of an index; an index without a label stays as it is."""
+    with open(path, "rb") as file:
+        text = file.read()
+    head = read_label(text)
+    fields = parse_label(head)
+    if fields is not None and fields[0] != lineage:
+        replace_file(path, head.replace(fields[0].encode(), lineage.encode(), 1), text[len(head) :])
 
 
 def parse_label(line: bytes) -> tuple[str, str, int] | None:

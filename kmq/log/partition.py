@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 
 from kmq.errors import RetryError
 from kmq.files import AppendFile, Buffer, WaitForRoom, make_directory, point_symlink, with_room
-from kmq.log import reader, segment, wal
+from kmq.log import gaps, reader, segment, wal
 from kmq.log.damage import DamageError
+from kmq.log.gaps import Forks, Gap, Gaps
 from kmq.log.index import IndexWriter, last_before, line_end
 from kmq.log.segment import Limits, Segment, count_lines
 from kmq.message import record
@@ -31,15 +32,16 @@ class PartitionState:
     """What the router knows of a partition log: its extent and its sealed segments.
 
     The next record gets `end_offset`; the last one has `last_seq`. The files hold `size` bytes and begin with record
-    `start`. `sealed` are all segments except the active one, which begins with record `base`.
+    `start`. `sealed` are all segments except the active one, which begins with record `base`. `gaps` lie between segments.
     """
 
-    __slots__ = ("base", "end_offset", "last_seq", "sealed", "size", "start")
+    __slots__ = ("base", "end_offset", "gaps", "last_seq", "sealed", "size", "start")
 
     def __init__(self, end_offset: int = 0, last_seq: int = 0, size: int = 0, start: int = 0) -> None:
         self.end_offset, self.last_seq, self.size, self.start = end_offset, last_seq, size, start
         self.base = start
         self.sealed: Sequence[Segment] = ()  # most partitions have none; a list for each would cost memory
+        self.gaps: Gaps = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PartitionState) and self.values() == other.values()
@@ -53,6 +55,10 @@ class PartitionState:
     @property
     def active_bytes(self) -> int:
         return self.size - sum(part.size for part in self.sealed)
+
+    def sealed_ends(self) -> list[int]:
+        """Return the end offset of each sealed segment."""
+        return gaps.ends([part.first for part in self.sealed[1:]] + [self.base] * bool(self.sealed), self.gaps)
 
     def set_segments(self, segments: list[Segment]) -> None:
         """Take `segments` as the files of the log; the last one is the active segment."""
@@ -79,8 +85,11 @@ def directory_of(data: str, topic: str, partition: int) -> str:
     return f"{data}/topics/{topic}/{partition}"
 
 
-class PartitionPlace(namedtuple("PartitionPlace", ("data", "topic", "number", "link"), defaults=("",))):
-    """A partition of a topic in a data directory. `link`: the name of its symlink, or "" if it has none."""
+class PartitionPlace(namedtuple("PartitionPlace", ("data", "topic", "number", "link", "life"), defaults=("", 0))):
+    """A partition of a topic in a data directory. `link`: the name of its symlink, or "" if it has none.
+
+    `life`: the from_seq of the topic, for the file `tier`.
+    """
 
     __slots__ = ()
 
@@ -96,6 +105,7 @@ class PartitionLog:
         "_directory",
         "_file",
         "_first_ts",
+        "_forks",
         "_index",
         "_limits",
         "_place",
@@ -108,10 +118,18 @@ class PartitionLog:
     )
 
     def __init__(
-        self, place: PartitionPlace, state: PartitionState, wait_for_room: WaitForRoom, limits: Limits | None = None
+        self,
+        place: PartitionPlace,
+        state: PartitionState,
+        wait_for_room: WaitForRoom,
+        limits: Limits | None = None,
+        forks: Forks = (),
     ) -> None:
-        """Take a log that is not open yet. `state` belongs to the caller, and outlives this object."""
-        self._place, self._wait_for_room = place, wait_for_room
+        """Take a log that is not open yet. `state` belongs to the caller, and outlives this object.
+
+        `forks`: of the data directory. An append leaves a gap before the first record after a fork.
+        """
+        self._place, self._wait_for_room, self._forks = place, wait_for_room, forks
         self.topic, self.number, self.state = place.topic, place.number, state
         self.unsynced: list[str] = []  # files beside the active segment that the next checkpoint has to sync
         self._limits = limits or Limits()
@@ -138,6 +156,8 @@ class PartitionLog:
         self._warn = warn
         path = self.path
         with_room(path, self._wait_for_room, lambda: make_directory(self._directory))
+        if self.state.gaps and not os.path.exists(gaps.path_of(self._directory)):
+            self._write_gaps(self.state.gaps)
         self._file = AppendFile(path, self._wait_for_room)
         expected = self.state.active_bytes
         if self._file.size != expected:  # changed while it was closed; an append would hide the gap for ever
@@ -182,6 +202,9 @@ class PartitionLog:
         """
         state = self.state
         assert self._file is not None
+        for fork in self._forks:
+            if state.end_offset < fork.offset and last_seq >= fork.seq:
+                return self._append_over(fork.seq, fork.offset, bytes(data), first_seq, last_seq)
         if first_seq <= state.last_seq:
             first_seq = state.last_seq + 1
             data = wal.within(bytes(data), first_seq, last_seq)
@@ -214,6 +237,41 @@ class PartitionLog:
             self._index.flush()
         return written
 
+    def _append_over(self, seq: int, offset: int, data: bytes, first_seq: int, last_seq: int) -> int:
+        """Append lines of which those from `seq` on belong at `offset` or after it."""
+        before, written = wal.within(data, first_seq, seq - 1), 0
+        if before:
+            written = self.append(before, before.count(b"\n"), first_seq, record.seq_of(wal.last_line(before)))
+        self.skip_to(offset)
+        after = wal.within(data, seq, last_seq)
+        return written + self.append(after, after.count(b"\n"), record.seq_of(after), last_seq)
+
+    def skip_to(self, offset: int) -> None:
+        """Leave a gap: the next record gets `offset`. Call it on an open log that ends before that.
+
+        An active segment without records goes: readers would take it for one that has lost its records.
+        """
+        state, file = self.state, self._file
+        assert file is not None
+        kept = [gap for gap in state.gaps if gap.to < offset and gap.first < state.end_offset]
+        # Two forks without a record between them leave one gap.
+        first = kept.pop().first if kept and kept[-1].to == state.end_offset else state.end_offset
+        found = (*kept, Gap(first, offset))
+        self._write_gaps(found)
+        empty = None if file.size else Segment(state.base, file.path, 0)
+        self.roll(first=offset)
+        if empty is not None:
+            gone = empty.path, segment.index_path(empty.path)
+            self.unsynced = [each for each in self.unsynced if each not in gone]
+            state.sealed = state.sealed[:-1]
+            state.start = state.sealed[0].first if state.sealed else offset
+            segment.remove([empty])
+
+    def _write_gaps(self, found: Gaps) -> None:
+        path, life = gaps.path_of(self._directory), self._place.life
+        with_room(path, self._wait_for_room, lambda: gaps.write(self._directory, life, found))
+        self.state.gaps = found
+
     def _write(self, data: Buffer, count: int, first_seq: int, first_ts: int) -> None:
         """Write lines to the active segment. `first_seq`: seq of the first line if all seqs are consecutive, else 0."""
         state, file, entries = self.state, self._file, self._index
@@ -226,20 +284,21 @@ class PartitionLog:
         state.end_offset += count
         state.size += len(data)
 
-    def roll(self, wait_for_room: WaitForRoom | None = None) -> None:
-        """Seal the active segment and begin a new one.
+    def roll(self, wait_for_room: WaitForRoom | None = None, first: int | None = None) -> None:
+        """Seal the active segment and begin a new one, at the end of the log or, after a gap, at offset `first`.
 
         The log stays as it was until the new segment is complete, so `wait_for_room` may raise.
         """
         state, file, wait = self.state, self._file, wait_for_room or self._wait_for_room
         assert file is not None and self._index is not None
         self._index.seal(wait)
-        path = f"{self._directory}/{segment.name(state.end_offset)}"
+        following = state.end_offset if first is None else first
+        path = f"{self._directory}/{segment.name(following)}"
         segment.begin(path, wait, lambda: with_room(path, wait, lambda: self._point_link(path)))
         self.seal()
         file.close()
         state.sealed = [*state.sealed, Segment(state.base, file.path, file.size)]
-        state.base = state.end_offset
+        state.base = state.end_offset = following
         self._file = AppendFile(path, self._wait_for_room)
         self._index = IndexWriter(segment.index_path(path), self._wait_for_room)
 
@@ -276,12 +335,16 @@ def end_offset(data: str, topic: str, partition: int) -> tuple[int, int]:
     segments = segment.survey(directory_of(data, topic, partition))
     if not segments:
         return 0, 0
-    active = segments[-1]
-    fd = os.open(active.path, os.O_RDONLY | os.O_CLOEXEC)
+    return segment_end(segments[-1]), sum(part.size for part in segments)
+
+
+def segment_end(part: Segment) -> int:
+    """Return the offset after the last whole line of a segment, from its index and the lines after that."""
+    fd = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        offset, position = last_before(segment.index_path(active.path), active.size, 1 << 62)
+        offset, position = last_before(segment.index_path(part.path), part.size, 1 << 62)
         if offset < 0:
-            offset, position = active.first, 0
-        return offset + count_lines(fd, position, active.size), sum(part.size for part in segments)
+            offset, position = part.first, 0
+        return offset + count_lines(fd, position, part.size)
     finally:
         os.close(fd)

@@ -12,10 +12,11 @@ from collections import namedtuple
 
 from kmq.errors import CorruptError
 from kmq.files import find_nul, find_tail
-from kmq.log import index, segment
+from kmq.log import gaps, index, segment
 from kmq.log.dropped import SeqRange
+from kmq.log.gaps import Forks, Gap, Gaps
 from kmq.log.index import last_before
-from kmq.log.partition import PartitionState
+from kmq.log.partition import PartitionState, segment_end
 from kmq.log.segment import Segment, count_lines
 from kmq.message import record
 
@@ -28,7 +29,7 @@ class WalRange(namedtuple("WalRange", ("first", "last", "has_rest"))):
     __slots__ = ()
 
 
-class Gap:
+class MissingRange:
     """Missing records first…end - 1, before another segment. The WAL holds them in the range `seqs`."""
 
     __slots__ = ("end", "first", "into", "seqs")
@@ -41,12 +42,12 @@ class Gap:
 class Remains:
     """What recovery left of a partition log whose files do not match the checkpoint."""
 
-    __slots__ = ("cut", "gaps", "segments", "state", "touched")
+    __slots__ = ("cut", "missing", "segments", "state", "touched")
 
     def __init__(self, segments: list[Segment], state: PartitionState) -> None:
         self.segments, self.state = segments, state
         self.cut = 0  # bytes cut off: torn, NUL, or after such bytes
-        self.gaps: list[Gap] = []
+        self.missing: list[MissingRange] = []
         self.touched: list[Segment] = []  # sealed segments that may not be synced
 
 
@@ -76,21 +77,39 @@ def ends_as(path: str, size: int, last_seq: int) -> bool:
     return tail.startswith(b"%d|" % last_seq, at) or (not at and len(tail) == _LOOK)
 
 
-def recover(segments: list[Segment], known: PartitionState, wal: WalRange, start: int) -> Remains:
+def recover(
+    segments: list[Segment], known: PartitionState, wal: WalRange, start: int, found: Gaps = (), forks: Forks = ()
+) -> Remains:
     """Cut the files of a log to what is whole, and return what remains.
 
     `known` is what the checkpoint says was on disk. Everything after it may be torn or hold NULs after a power cut. So
     if the WAL still has those records, the log is cut at the first such byte. If the files differ from `known`, they
     were damaged: then only torn ends are cut, and records that are missing between two segments, or between record
-    `start` and the first segment, are returned as a Gap.
+    `start` and the first segment, are returned as a MissingRange. `found`: the gaps of the log, where no record is missing.
 
     A last line whose seq is above the end of the WAL is cut in either case: the router did not write it, and would skip
     all later records up to its seq.
     """
     checkpointed = _checkpointed_end(known, segments)
     if checkpointed is not None and wal.has_rest:
-        return _cut_after_checkpoint(segments, checkpointed, known, wal.last)
-    return _cut_torn_ends(segments, wal.last, start)
+        return _cut_after_checkpoint(segments, checkpointed, known, wal.last, found)
+    return _cut_torn_ends(segments, wal.last, start, found, forks)
+
+
+def find_gaps(directory: str, segments: list[Segment], forks: Forks) -> tuple[Gaps, bool]:
+    """Return the gaps of a log, and if some were not in its `tier`: the segment after a gap has the offset of a fork."""
+    offsets = {fork.offset for fork in forks}
+    found = {gap.to: gap for gap in gaps.read(directory) if gap.to in offsets} if forks else {}
+    lost = {}
+    for number, part in enumerate(segments if forks else ()):
+        end = segment_end(segments[number - 1]) if number else 0
+        if part.first in offsets - found.keys() and end < part.first:
+            lost[part.first] = Gap(end, part.first)
+    # A kill came before the segment after a gap was made: what was noted for it is noted again.
+    there = [
+        gap for gap in found.values() if not any(gap.first < each.to and each.first < gap.to for each in lost.values())
+    ]
+    return tuple(sorted([*there, *lost.values()])), bool(lost)
 
 
 class FilePlace(namedtuple("FilePlace", ("number", "byte"))):
@@ -112,7 +131,7 @@ def _checkpointed_end(known: PartitionState, segments: list[Segment]) -> FilePla
 
 
 def _cut_after_checkpoint(
-    segments: list[Segment], checkpointed: FilePlace, known: PartitionState, high: int
+    segments: list[Segment], checkpointed: FilePlace, known: PartitionState, high: int, found: Gaps
 ) -> Remains:
     """Keep everything up to `checkpointed`, and cut at the first bad byte after it."""
     at, floor = checkpointed
@@ -120,7 +139,9 @@ def _cut_after_checkpoint(
     state = remains.state
     for part in segments[at:]:
         if not floor and part.first != state.end_offset:
-            break
+            if not gaps.is_gap(found, state.end_offset, part.first):
+                break
+            state.end_offset = part.first
         whole = _cut_to_whole(part, floor, high, look_for_nul=True)
         state.end_offset += whole.lines
         state.size += whole.size - floor
@@ -137,15 +158,17 @@ def _cut_after_checkpoint(
     return remains
 
 
-def _cut_torn_ends(segments: list[Segment], high: int, start: int) -> Remains:
-    """Cut the torn end of each segment, and find the gaps between segments."""
+def _cut_torn_ends(segments: list[Segment], high: int, start: int, found: Gaps, forks: Forks) -> Remains:
+    """Cut the torn end of each segment, and find the records that are missing between segments."""
     remains = Remains([], PartitionState(start, 0, 0, start))
     state = remains.state
     for part in segments:
         is_last = part is segments[-1]
         whole = _cut_to_whole(part, 0, high, look_for_nul=is_last)
         remains.cut += part.size - whole.size
-        if not whole.size and not (is_last and part.first == state.end_offset):
+        before_gap = gaps.ends([part.first], found)[0]
+        is_next = state.end_offset in (before_gap, part.first)
+        if not whole.size and not (is_last and is_next):
             segment.remove([part])  # it has no record; the next segment's name tells how many are missing
             continue
         if part.first < state.end_offset:
@@ -154,8 +177,8 @@ def _cut_torn_ends(segments: list[Segment], high: int, start: int) -> Remains:
                 f" {state.end_offset - 1}; run kmq verify --repair"
             )
         _check_order(part, state.last_seq)
-        if part.first > state.end_offset:
-            remains.gaps.append(_gap(remains, part))
+        if min(part.first, before_gap) > state.end_offset:
+            remains.missing.append(_missing_before(remains, part, before_gap, forks))
         state.end_offset = part.first + whole.lines
         state.size += whole.size
         state.last_seq = whole.last_seq or state.last_seq
@@ -182,13 +205,13 @@ def _check_order(later: Segment, before: int) -> None:
         )
 
 
-def _gap(remains: Remains, after: Segment) -> Gap:
-    """Return the records that are missing before the segment `after`."""
+def _missing_before(remains: Remains, after: Segment, end: int, forks: Forks) -> MissingRange:
+    """Return the records up to offset `end` that are missing before the segment `after`."""
     into = remains.segments[-1] if remains.segments else None
     if into is not None and index.is_whole(into.path):
         into = None
-    seqs = SeqRange(remains.state.last_seq + 1, _first_seq(after) - 1)
-    return Gap(remains.state.end_offset, after.first, seqs, into)
+    last = next((fork.seq for fork in forks if end < fork.offset == after.first), 0) or _first_seq(after)
+    return MissingRange(remains.state.end_offset, end, SeqRange(remains.state.last_seq + 1, last - 1), into)
 
 
 class WholePart(namedtuple("WholePart", ("size", "lines", "last_seq"))):

@@ -14,6 +14,7 @@ Live        Each call reads the directory again, and reads an open block again i
             line since the last call. A segment that retention deletes during a read is read to its end. A read that
             begins below `first_offset` returns records from `first_offset` on, and the offset that it returns says so.
             A segment that compaction swaps is read either as it was or as it is, never as a mixture.
+Gaps        A read that begins in a gap (gaps.py) returns the records after it. No result spans a gap.
 """
 
 import contextlib
@@ -23,8 +24,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from kmq.files import find_tail
-from kmq.log import segment
+from kmq.log import gaps, segment
 from kmq.log.damage import DamageError
+from kmq.log.gaps import Gaps
 from kmq.log.index import IndexEntry, read_entries
 from kmq.log.segment import RECV_TS, SEQ, CheckedLines, first_at, is_stored, last_line, within
 from kmq.log.segment_reader import READ_BYTES, UNKNOWN, LineStart, SegmentReader, Segments
@@ -220,6 +222,10 @@ class LogReader:
         segments = self.segments()
         return segments[0][0] if segments else int(self.by_seq)
 
+    def gaps(self) -> Gaps:
+        """Return the gaps of a partition, in order; almost every partition has none."""
+        return () if self.by_seq else gaps.read(self.directory)
+
     def end_offset(self) -> int:
         """Return the offset of the next record, even if the last segment has no label and `read` refuses it."""
         while True:
@@ -322,6 +328,8 @@ class LogReader:
                 return first, lines
             if part.sealed and not self.by_seq:
                 following = segments.first(number + 1)
+                if gaps.is_gap(self.gaps(), offset, following):
+                    continue
                 raise part.damage(part.size, part.size, offset, following, "the log ends before the next segment")
         return offset, b""
 
@@ -378,6 +386,8 @@ class LogReader:
         if not segments:
             return
         number = segments.holding(offset)
+        if number + 1 < len(segments):
+            number = segments.holding(offset := gaps.passed(self.gaps(), offset))
         with contextlib.suppress(FileNotFoundError, DamageError), segments.open(number) as part:
             yield from read_extents(part, max(offset, part.first), end, nbytes)
 

@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 from kmq.config.values import MIB
 from kmq.errors import CorruptError
-from kmq.log import compaction, reader
+from kmq.log import compaction, gaps, reader
 from kmq.log.compaction import Sealed
+from kmq.log.partition import directory_of
 from kmq.message import record, routing
 
 MAX_KEYS = 100_000
@@ -105,7 +106,8 @@ class KeyComparison:
         self.sealed = compaction.sealed(*place)
         self._start = self.sealed[0].first if self.sealed else place.end
         self._window = _RecordWindow([])
-        self._filter = _Filter(place.end - self._start)
+        found = gaps.read(directory_of(place.data, place.topic, place.partition))
+        self._filter = _Filter(place.end - self._start - gaps.count(found, self._start, place.end))
         self.young: Tombstone | None = None  # the first one that the horizon has kept
         self.records = self.nbytes = 0  # records that were read, and the bytes of their lines
 

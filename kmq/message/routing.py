@@ -152,6 +152,10 @@ class Topic:
         """Return how many partitions the topic had for a record with this seq."""
         return next((before for grown_from, before in self.grown if seq < grown_from), self.partitions)
 
+    def exists_since(self, number: int) -> int:
+        """Return the seq from which on the topic has partition `number`."""
+        return max((seq for seq, before in self.grown if number >= before), default=self.from_seq)
+
     def partition_of(self, route: Route, seq: int) -> int:
         """Return the partition of a message with this route and seq."""
         number: int | None = route.asked

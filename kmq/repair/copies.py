@@ -29,6 +29,7 @@ from kmq.repair.directory import At, DataDirectory
 
 WINDOW_BYTES = 32 << 20  # of the WAL
 _READ = 1 << 20
+_LARGE_GAP = 1 << 16  # seqs without a record, after which a window ends
 _NOWHERE = -1  # no record in the WAL
 _NEVER = 1 << 62
 
@@ -66,6 +67,7 @@ class _SeqWindow(NamedTuple):
     base: int
     crcs: "array[int]"  # crc32 of each record; 0: no record
     queues: "array[int]"  # number of the queue that each record belongs to, or _NOWHERE
+    since: int  # at most `base`: the WAL has no record of the seqs since…base-1
 
     @property
     def end(self) -> int:
@@ -120,6 +122,7 @@ class Copies:
     def _windows(self) -> Iterator[_SeqWindow]:
         log = reader.wal(self.data)
         base, crcs, numbers, size = log.first_offset, array("I"), array("i"), 0
+        since = base
         for lines in _all_lines(log, base, self._upto):
             for line in lines:
                 seq_text, _, key, _ = line.split(b"|", 3)  # hot loop: seq and routing key of every record
@@ -127,6 +130,9 @@ class Copies:
                 if seq > self._upto:
                     break
                 gap = seq - base - len(crcs)
+                if gap > _LARGE_GAP and crcs:  # after a fork it has 10^9 seqs
+                    yield _SeqWindow(base, crcs, numbers, since)
+                    since, crcs, numbers, size = base + len(crcs), array("I"), array("i"), 0
                 if gap > 0 and not crcs:
                     base, gap = seq, 0
                 crcs.extend([0] * gap)
@@ -136,10 +142,11 @@ class Copies:
                 size += len(line)
             self._progress(sum(map(len, lines)))
             if size >= WINDOW_BYTES:
-                yield _SeqWindow(base, crcs, numbers)
+                yield _SeqWindow(base, crcs, numbers, since)
                 base, crcs, numbers, size = base + len(crcs), array("I"), array("i"), 0
+                since = base
         if crcs:
-            yield _SeqWindow(base, crcs, numbers)
+            yield _SeqWindow(base, crcs, numbers, since)
 
     def _number_of(self, key: bytes, seq: int) -> int:
         # A topic came into force, which may take keys from a shorter one; or marks came into force.
@@ -189,9 +196,10 @@ class Copies:
                     if seq >= end:
                         cursor.offset, cursor.next_seq = offset, seq
                         return
-                    if seq >= base:
-                        kind = self._kind(line, seq - base, number, window)
-                        seen[seq - base] |= kind not in ("foreign", "misplaced")
+                    if seq >= window.since:
+                        kind = self._kind(line, seq - base, number, window) if seq >= base else "foreign"
+                        if kind not in ("foreign", "misplaced"):
+                            seen[seq - base] = True
                         if kind:
                             yield Difference(seq, kind, *cursor.at, offset)
             cursor.offset = first + text.count(b"\n")

@@ -27,8 +27,9 @@ from itertools import accumulate
 
 from kmq.errors import CorruptError
 from kmq.files import QUARANTINE, replace_file
-from kmq.log import checkpoint, dedupe_file, deletions, dropped, reader, segment, topics, wal
+from kmq.log import checkpoint, dedupe_file, deletions, dropped, gaps, reader, segment, topics, wal
 from kmq.log.partition import EMPTY, PartitionState, directory_of
+from kmq.log.partition_recovery import find_gaps
 from kmq.log.reader import FoundRecord
 from kmq.log.segment import SEQ
 from kmq.log.wal import RING_BYTES
@@ -181,11 +182,18 @@ class QueueHealer:
         self.wal_first, self.wal_end = reader.first_seq(self.data), reader.wal(self.data).end_offset() - 1
         self.has_rest = self.wal_first <= self.topic.from_seq  # if not, retention may have deleted the records here too
         self.begins = deletions.Deleted.of(self.data).first_offset(topic, number)
+        self.forks = gaps.forks_of(gaps.forks(self.data), topic)
+        self.begins = max(self.begins, gaps.least_offset(self.forks, topic, self.topic.exists_since(number)))
+        self.gaps, _ = find_gaps(self.log.directory, segment.survey(self.log.directory), self.forks)
 
     def heal(self) -> None:
         """Rewrite each segment that is damaged or not indexed."""
         row = self.directory.load_checkpoint()[1].get((self.topic.name, self.number))
+        if self.gaps != self.log.gaps():
+            gaps.write(self.log.directory, self.topic.from_seq, self.gaps)
+            self.rewriter.report(gaps.path_of(self.log.directory), "written again")
         self._make_front(row)
+        self._make_after_gap(row)
         for at in range(len(self.rewriter.scans(self.log))):
             scans = self.rewriter.scans(self.log)  # scan again: a healed segment tells where the next one begins
             scans[at], unwitnessed = self._compared(scans[at])
@@ -205,6 +213,12 @@ class QueueHealer:
             start = max(start, min(checkpoint.highest(self._starts()), segments[0][0]))
         if (segments and segments[0][0] > start) or (not segments and row and row.end_offset > start):
             replace_file(f"{directory_of(self.data, self.topic.name, self.number)}/{segment.name(start)}", b"")
+
+    def _make_after_gap(self, row: PartitionState | None) -> None:
+        """Make an empty segment, to be filled, if all segments after the last gap are missing."""
+        segments, last = self.log.segments(), self.gaps[-1] if self.gaps else None
+        if last is not None and row and row.end_offset >= last.to and segments and segments[-1][0] < last.to:
+            replace_file(f"{self.log.directory}/{segment.name(last.to)}", b"")
 
     def _starts(self) -> list[checkpoint.RecordedStart]:
         return checkpoint.recorded_starts(self.data).get((self.topic.name, self.topic.from_seq, self.number), [])
@@ -234,7 +248,7 @@ class QueueHealer:
         `row`: the queue in router.ckpt.
         """
         scan, patches = scans[at], list[Patch]()
-        next_base = scans[at + 1].first if at + 1 < len(scans) else None
+        next_base = gaps.ends([scans[at + 1].first], self.gaps)[0] if at + 1 < len(scans) else None
         last_seq = max([0, *(before.last_seq for before in scans[:at])])
         later = next(filter(None, (after.seq_from(0) for after in scans[at + 1 :])), 0)
         offset: int | None = scan.first  # of the next record; None: unknown
@@ -417,8 +431,8 @@ def _settle(rewriter: Rewriter, progress: Callable[[int], None]) -> bool:
     """
     end = reader.wal(rewriter.data).end_offset() - 1
     found: defaultdict[At, list[Difference]] = defaultdict(list)
-    gaps = DataDirectory(rewriter.data).named_gaps("durable")
-    compared = Copies(rewriter.data, end, gaps, is_live=False, progress=progress)
+    named = DataDirectory(rewriter.data).named_gaps("durable")
+    compared = Copies(rewriter.data, end, named, is_live=False, progress=progress)
     for difference in compared.differences(checkpoint.routed_seq(rewriter.data)):
         found[difference.topic, difference.partition].append(difference)
     misplaced, lost = list[Difference](), list[Difference]()
@@ -426,7 +440,8 @@ def _settle(rewriter: Rewriter, progress: Callable[[int], None]) -> bool:
     for at, differences in found.items():
         log = reader.partition(rewriter.data, *at)
         in_doubt = [each for each in differences if each.kind in ("altered", "foreign")]
-        if 2 * len(in_doubt) > log.end_offset() - log.first_offset:
+        begin, stop = log.first_offset, log.end_offset()
+        if 2 * len(in_doubt) > stop - begin - gaps.count(log.gaps(), begin, stop):
             _set_aside(rewriter, at)
             continue
         kept += in_doubt
@@ -618,6 +633,7 @@ def repair(data: str, progress: Callable[[int], None] = lambda _: None, ring_byt
     """Heal a data directory; return the report, file by file. `ring_bytes`: RB_BYTES of its broker."""
     directory, rewriter = DataDirectory(data), Rewriter(data, progress, ring_bytes)
     small_files.heal_deletions(rewriter)
+    small_files.heal_forks(rewriter)
     small_files.heal_identity(directory, rewriter)
     for path, what in SegmentLocator(data, _known(directory, rewriter), directory.load_checkpoint()[1]).tidy():
         rewriter.report(path, what)

@@ -17,6 +17,7 @@ from kmq.log import (
     dedupe_file,
     deletions,
     dropped,
+    gaps,
     identity,
     index,
     reader,
@@ -50,6 +51,9 @@ def faults(directory: DataDirectory, is_live: bool) -> Iterator[Finding]:
         yield Finding.of_file("router.ckpt", f"cannot be read: {err}")
     for name, what in deletions.faults(directory.data).items():
         yield Finding.of_file(name, what, is_damage=not is_live)
+    for name, what in gaps.faults(directory.data).items():
+        yield Finding.of_file(name, what)
+    yield from _of_gaps(directory)
     if what := dedupe_file.fault(directory.data):
         yield Finding.of_file("producers.ckpt", what)
     for byte, line in damaged_ranges(directory):
@@ -81,6 +85,13 @@ def _of_identity(directory: DataDirectory) -> Iterator[Finding]:
             yield Finding.of_file(name, f"must hold 32 hexadecimal digits, but holds {text[:40]!r}")
         elif name == "lineage" and labels and labels[0][0] not in ("", text.strip()):
             yield Finding.of_file(name, f"names {text.strip()}, but most indexes name {labels[0][0]}")
+
+
+def _of_gaps(directory: DataDirectory) -> Iterator[Finding]:
+    for topic, number in directory.queues():
+        name = f"topics/{topic}/{number}/{gaps.FILE}"
+        if (content := directory.read(name)) and gaps.parse(content, f"{topic}/{number}") is None:
+            yield Finding.of_file(name, f"holds no gaps of {topic}/{number}")
 
 
 def _of_topics(directory: DataDirectory) -> Iterator[Finding]:
@@ -133,6 +144,13 @@ def heal_identity(directory: DataDirectory, rewriter: Rewriter) -> None:
         rewriter.report(f"{data}/format", "written again")
 
 
+def heal_forks(rewriter: Rewriter) -> None:
+    """Heal one of the two copies of `restored` from the other. Raises CorruptError if both are damaged."""
+    for name in gaps.faults(rewriter.data):
+        gaps.write_forks(rewriter.data, gaps.forks(rewriter.data))
+        rewriter.report(f"{rewriter.data}/{name}", "written again")
+
+
 def heal_deletions(rewriter: Rewriter) -> None:
     """Heal one of the two copies from the other.
 
@@ -174,8 +192,10 @@ def heal(directory: DataDirectory, rewriter: Rewriter) -> None:
 
 def _version(data: str) -> int:
     """Return the version that `format` needs, as the other files show."""
+    if gaps.forks(data):
+        return identity.FORKED
     if checkpoint.recorded_starts(data):
-        return identity.FORMAT
+        return identity.STARTED
     is_rerouted = any(topic.is_rerouted for topic in checkpoint.next_table(data).values())
     return identity.ROUTED if is_rerouted else identity.LABELLED
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kmq.errors import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.files import QUARANTINE
 from kmq.links.ownership import FileLock, describe
-from kmq.log import checkpoint, deletions, dropped, identity, segment, topics
+from kmq.log import checkpoint, deletions, dropped, gaps, identity, segment, topics
 from kmq.log.reader import LogReader
 from kmq.log.segment import seqs_of
 from kmq.log.wal import RING_BYTES
@@ -71,7 +71,7 @@ class Verifier:
 
     def _of_log(self, log: LogReader) -> Iterator[tuple[Scan, list[Finding]]]:
         """Yield each segment with its findings."""
-        segments = log.segments()
+        segments, found = log.segments(), log.gaps()
         last_seq = 0  # of the segments before
         next_offset: int | None = None  # where the next segment of a queue must begin; None: unknown
         for number, (first, path) in enumerate(segments):
@@ -85,7 +85,7 @@ class Verifier:
                 next_offset = None
                 continue
             findings = [*self._of_blocks(scan, last_seq), *self._of_index(scan, sealed)]
-            if not log.by_seq and next_offset is not None and first != next_offset:
+            if not log.by_seq and next_offset not in (None, first, *gaps.ends([first], found)):
                 what = f"begins with offset {first}, not {next_offset}"
                 findings.append(Finding.of_file(self._directory.relative(path), what))
             is_good = all(block.is_good for block in scan.blocks)

@@ -39,10 +39,14 @@ _SILENT_S = 60.0  # longest silence of the follower, which may be syncing; then 
 _TRIES = 50  # attempts to link files of one moment
 
 # A replica's own files (id, replica, register, cut/, cluster/, locks, tokens) are in neither list.
-_FILES = ("router.ckpt", "producers.ckpt", "format", "committed", "deletions", "dropped.log", "quarantine/log")
+_FILES = (
+    *("router.ckpt", "producers.ckpt", "format", "committed", "deletions", "restored"),
+    *("dropped.log", "quarantine/log"),
+)
 _LOGS = ("topics", "append")  # in this order: the WAL has every record that another file refers to
 _OF_TOPICS = (
-    r"topics/(?:\.deletions|[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/(?:topic\.toml|\d{1,4}/\d{20}\.(?:idx|log|log\.kept)))"
+    r"topics/(?:\.deletions|\.restored|[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/"
+    r"(?:topic\.toml|\d{1,4}/(?:tier|\d{20}\.(?:idx|log|log\.kept))))"
 )
 _KNOWN = re.compile(f"{'|'.join(map(re.escape, _FILES))}|{_OF_TOPICS}" r"|append/\d{20}\.(?:idx|log|log\.kept)")
 _CHANGES = ("committed",)  # replaced each second; any version of it is good

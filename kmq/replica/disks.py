@@ -14,32 +14,16 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
-from kmq.errors import BusyError, ConfigError
+from kmq.errors import ConfigError
 from kmq.files import make_directory, replace_file, sync_directory
-from kmq.links.ownership import FileLock, describe
-from kmq.log import committed, index, wal
+from kmq.log import committed, gaps, wal
 from kmq.replica.files import ReplicaFiles
 
 _BEGUN = re.compile(r"(resetting|detaching) ([0-9a-z-]+)\n")
 _STAYS = ("replica", "lost+found")  # `replica` stays until the end; lost+found belongs to the file system
-
-
-@contextlib.contextmanager
-def broker_is_down(data: str, pipes: str) -> Iterator[None]:
-    """Hold the locks of a broker that is down. Raises BusyError, naming the holder, if it runs."""
-    os.makedirs(pipes, exist_ok=True)
-    paths = [f"{pipes}/supervisor.owner", f"{pipes}/replica.owner"]
-    paths += [f"{data}/{name}/.owner" for name in ("append", "topics") if os.path.isdir(f"{data}/{name}")]
-    with contextlib.ExitStack() as held:
-        for lock in map(FileLock, paths):
-            if not lock.try_acquire(describe("cluster", data)):
-                raise BusyError(f"{lock.path} is held by {lock.holder()}: the broker must be down; see: kmq down")
-            held.callback(lock.release)
-        yield
 
 
 class DirectoryState(NamedTuple):
@@ -111,24 +95,9 @@ def reset(data: str, state: DirectoryState) -> str:
 def detach(data: str, state: DirectoryState) -> str:
     """Make the directory a broker of its own, and return its new lineage."""
     lineage = _begin(data, state, "detaching", os.urandom(16).hex())
-    for top in ("append", "topics"):
-        for directory, _, names in os.walk(f"{data}/{top}"):
-            for path in (f"{directory}/{name}" for name in names if name.endswith(".idx")):
-                _label(path, lineage)
-    for name in ("lineage", "id"):
-        replace_file(f"{data}/{name}", f"{lineage}\n".encode())
+    gaps.name_records(data, lineage)
     for name in ("register", "committed"):  # these belong to the shard that it has left
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{data}/{name}")
     _finish(data)
     return lineage
-
-
-def _label(path: str, lineage: str) -> None:
-    """Put another lineage into the label of an index; an index without a label stays as it is."""
-    with open(path, "rb") as file:
-        text = file.read()
-    head = index.read_label(text)
-    fields = index.parse_label(head)
-    if fields is not None and fields[0] != lineage:
-        replace_file(path, head.replace(fields[0].encode(), lineage.encode(), 1), text[len(head) :])

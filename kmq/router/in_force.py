@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kmq.errors import ConfigError
 from kmq.files import WaitForRoom, replace_file, with_room
-from kmq.log import deletions, identity, topic_changes, topics
+from kmq.log import deletions, gaps, identity, topic_changes, topics
 from kmq.log.damage import DamageError
+from kmq.log.gaps import Forks, Gap
 from kmq.log.partition import PartitionState
 from kmq.log.segment import Limits
 from kmq.logfmt import Logger
@@ -72,6 +73,7 @@ class TopicsInForce:
         self._context, self.default_limits, self._forget_routes = context, limits, forget_routes
         self.table = Table()  # with the deleted topics
         self.deleted = deletions.Deleted.of(context.data)
+        self._forks = gaps.forks(context.data)
         self._own_limits: dict[str, Limits] = {}
 
     @property
@@ -121,9 +123,24 @@ class TopicsInForce:
         return topic is not None and not topic.is_gone
 
     def first_state(self, name: str, partition: int) -> PartitionState:
-        """Return the state of a partition without records; it continues where a deleted partition of its name ended."""
+        """Return the state of a partition without records.
+
+        It continues where a deleted partition of its name ended, and after a fork where no lost partition has ended.
+        """
         first = self.deleted.first_offset(name, partition)
+        if forks := self.forks_of(name):
+            topic = self.table.get(name.encode())
+            born = identity.NEVER if topic is None or topic.is_gone else topic.exists_since(partition)
+            least = gaps.least_offset(forks, name, born)
+            if least > first:
+                state = PartitionState(least, 0, 0, least)
+                state.gaps = (Gap(first, least),)
+                return state
         return PartitionState(first, 0, 0, first)
+
+    def forks_of(self, name: str) -> Forks:
+        """Return the forks after which the partitions of a topic have a gap."""
+        return gaps.forks_of(self._forks, name)
 
     def limits_of(self, name: str) -> Limits:
         if name == topic_changes.TOPIC:  # it has what retention took from the WAL

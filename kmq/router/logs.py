@@ -53,10 +53,24 @@ class PartitionLogs:
         log = self._logs.get(at)
         if log is None:
             state = self.states.setdefault(at, self._in_force.first_state(*at))
-            place = PartitionPlace(self._context.data, *at, topic.log_names()[partition])
-            limits = self._in_force.limits_of(topic.name)
-            log = self._logs[at] = PartitionLog(place, state, self._context.wait_for_room, limits)
+            place = PartitionPlace(self._context.data, *at, topic.log_names()[partition], topic.from_seq)
+            limits, forks = self._in_force.limits_of(topic.name), self._in_force.forks_of(topic.name)
+            log = self._logs[at] = PartitionLog(place, state, self._context.wait_for_room, limits, forks)
         return log
+
+    def skip_forks(self) -> None:
+        """Leave a gap at the end of each partition that ends before the offset of the last fork.
+
+        Call it when every record from before the fork is in its log.
+        """
+        for name, partition in [*self.states]:
+            forks = self._in_force.forks_of(name)
+            if forks and self.states[name, partition].end_offset < forks[-1].offset:
+                self._context.check()
+                log = self.log_of(self._in_force.table[name.encode()], partition)
+                self.use(log)
+                self.unsynced.add(log)
+                log.skip_to(forks[-1].offset)
 
     def of_topic(self, topic: Topic) -> list[PartitionLog]:
         return [self.log_of(topic, partition) for partition in range(topic.partitions)]

@@ -23,7 +23,6 @@ import time
 from collections import namedtuple
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import pairwise
 
 from kmq.files import FULL, WaitForRoom, give_up
 from kmq.links.layout import Block
@@ -157,7 +156,7 @@ class Retention:
 
     def _retire_all(self, state: PartitionState) -> list[Segment]:
         """Retire all segments of a log, but keep its last record, because it says where the log ends."""
-        last, first = state.sealed[-1], state.end_offset - 1
+        last, first = state.sealed[-1], state.sealed_ends()[-1] - 1
         kept = remnant.lay_out(self._context.data, last, first, by_seq=False) if last.first < first else None
         gone = state.retire(len(state.sealed) - (kept is None))
         if kept is not None:
@@ -226,8 +225,7 @@ class Retention:
         The segment with `offset` stays whole if it is damaged, or if there is no room to copy its later records.
         """
         state = log.state
-        ends = [*(part.first for part in state.sealed[1:]), state.base]
-        whole = sum(end <= offset for end in ends[: len(state.sealed)])
+        whole = sum(end <= offset for end in state.sealed_ends())
         kept = None
         if whole < len(state.sealed) and state.sealed[whole].first < offset:
             try:
@@ -298,9 +296,8 @@ def _discard(context: Context, sealed: compaction.Sealed, why: str) -> None:
 
 def _covering(state: PartitionState, sealed: compaction.Sealed) -> Segment | None:
     """Return the sealed segment with exactly these records; None if there is none."""
-    ends = [*(segment.first for segment in state.sealed), state.base]
-    spans = zip(state.sealed, pairwise(ends), strict=True)
-    return next((segment for segment, span in spans if span == (sealed.first, sealed.end)), None)
+    spans = zip(state.sealed, state.sealed_ends(), strict=True)
+    return next((part for part, end in spans if (part.first, end) == (sealed.first, sealed.end)), None)
 
 
 # --- queues ----------------------------------------------------------------------------------------------------------
@@ -377,6 +374,7 @@ class Queues:
         self.changes.recovered(recovery.checkpoint_seq)
         self.sorter.sorted_seq = replay_from - 1
         self.replay(replay_from, high)
+        self.logs.skip_forks()
         self.adopt_declarations()
         self._is_recovered = True
         self.changes.begin_recorded()

@@ -19,15 +19,18 @@ import time
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 from kmq.config.values import MIB
 from kmq.errors import CorruptError
-from kmq.log import checkpoint, lost_index, reader, remnant, segment, wal
+from kmq.files import with_room
+from kmq.log import checkpoint, gaps, lost_index, reader, remnant, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
+from kmq.log.gaps import Gaps
 from kmq.log.index import IndexWriter
 from kmq.log.partition import PartitionLog, PartitionPlace, PartitionState, directory_of
-from kmq.log.partition_recovery import Gap, Remains, WalRange, fits, recover
+from kmq.log.partition_recovery import MissingRange, Remains, WalRange, find_gaps, fits, recover
 from kmq.log.remnant import Kept
 from kmq.log.segment import Segment
 from kmq.log.topics import Since
@@ -99,8 +102,8 @@ class Checkpoints:
 # --- recovery --------------------------------------------------------------------------------------------------------
 
 
-class KnownPartition(namedtuple("KnownPartition", ("topic", "number", "known"))):
-    """A partition, and what the checkpoint says of it (`known`)."""
+class KnownPartition(namedtuple("KnownPartition", ("topic", "number", "known", "gaps"), defaults=((),))):
+    """A partition, what the checkpoint says of it (`known`), and its gaps."""
 
     __slots__ = ()
 
@@ -160,6 +163,8 @@ class Recovery:
         topic, number = row.topic, row.number
         directory = directory_of(self._context.data, topic.name, number)
         segments = _settle(directory, row.known)
+        row = row._replace(gaps=self._gaps_of(row, segments))
+        segments = _without_emptied(segments, row.gaps)
         was_there, is_changed = bool(segments), not fits(segments, row.known)
         state, needed = PartitionState(*row.known.values()), None
         if is_changed:
@@ -167,13 +172,26 @@ class Recovery:
             segments = segment.survey(directory)
         if segments:
             state.set_segments(segments)
+        state.gaps = row.gaps or state.gaps or row.known.gaps
+        if row.gaps and segments:
+            state.start = segments[0].first
         self._logs.states[topic.name, number] = state
         if is_changed and segments:  # written by a process that was killed, so perhaps not synced
             self._logs.unsynced.add(self._logs.log_of(topic, number))
-        self._restore_indexes(row, segments, state.end_offset)
+        self._restore_indexes(row, segments, [*state.sealed_ends(), state.end_offset])
         if not was_there or self._lacks_link_or_index(row, state):
             self._logs.restore(self._logs.log_of(topic, number))
         return needed
+
+    def _gaps_of(self, row: KnownPartition, segments: list[Segment]) -> Gaps:
+        """Return the gaps of a log; make a lost `tier` again."""
+        directory = directory_of(self._context.data, row.topic.name, row.number)
+        found, is_lost = find_gaps(directory, segments, self._in_force.forks_of(row.topic.name))
+        if is_lost:
+            path, life = gaps.path_of(directory), row.topic.from_seq
+            with_room(path, self._context.wait_for_room, lambda: gaps.write(directory, life, found))
+            self._context.logger.warn("gaps_restored", file=path, gaps=len(found))
+        return found
 
     # --- a log that differs from the checkpoint ----------------------------------------------------------------------
 
@@ -193,15 +211,16 @@ class Recovery:
         begin = known.start if may_begin else segments[0].first
         if segments and not known.last_seq:
             begin = max(begin, min(checkpoint.highest(self._starts_of(row)), segments[0].first))
-        remains = recover(segments, known, wal_range, begin)
+        forks = self._in_force.forks_of(row.topic.name)
+        remains = recover(segments, known, wal_range, begin, row.gaps, forks)
         where = self._path_of(row, remains)
         if remains.cut:
             self._context.logger.warn("torn_tail_cut", file=where, bytes=remains.cut, last_seq=remains.state.last_seq)
         self._checkpoints.dirty += self._complete_indexes(remains.touched)
         state, needed = self._find_missing_end(row, remains, wal_range)
-        for gap in remains.gaps:
-            self._checkpoints.dirty += self._fill(row, gap, is_end=gap.end == state.end_offset)
-        if remains.gaps:
+        for missing in remains.missing:
+            self._checkpoints.dirty += self._fill(row, missing, is_end=missing.end == state.end_offset)
+        if remains.missing:
             segments = segment.survey(directory_of(self._context.data, row.topic.name, row.number))
             state.start, state.size = segments[0].first, sum(part.size for part in segments)
         return state, needed
@@ -238,8 +257,8 @@ class Recovery:
         if not state.last_seq and not is_short:
             state.last_seq = self._last_seq_before(row, state.end_offset)
         needed = state.last_seq + 1 if state.last_seq else row.topic.from_seq
-        if is_short or remains.gaps:
-            starts = [gap.seqs.first for gap in remains.gaps]
+        if is_short or remains.missing:
+            starts = [missing.seqs.first for missing in remains.missing]
             self._context.logger.warn(
                 "queue_short",
                 file=self._path_of(row, remains),
@@ -253,21 +272,35 @@ class Recovery:
         is_after_start = remains.segments and not state.last_seq and state.end_offset > never_had
         if needed < wal_range.first or is_after_start:
             # A replay would begin with the oldest record of the WAL, or with records deleted when the start offset was
-            # moved. These would get wrong offsets. In a gap, records are numbered back from its end.
-            into = remains.segments[-1] if remains.segments else None
-            remains.gaps.append(Gap(state.end_offset, known.end_offset, SeqRange(needed, known.last_seq), into))
+            # moved. These would get wrong offsets. In a missing range, records are numbered back from its end.
+            remains.missing += self._missing_end(row, remains, needed)
             state.end_offset, state.last_seq = known.end_offset, known.last_seq
             return state, None
         if not remains.segments:  # rebuild from the first record on, also records that retention had deleted
             state = self._in_force.first_state(row.topic.name, row.number)
         return state, needed
 
+    def _missing_end(self, row: KnownPartition, remains: Remains, seq: int) -> Iterator[MissingRange]:
+        """Yield the missing records from `seq` on, up to the end that the checkpoint knows: a range for each side of a gap."""
+        known, offset = row.known, remains.state.end_offset
+        into = remains.segments[-1] if remains.segments else None
+        for fork in self._in_force.forks_of(row.topic.name):
+            if offset < fork.offset <= known.end_offset:
+                end = next((gap.first for gap in row.gaps if gap.to == fork.offset), offset)
+                if offset < end:
+                    yield MissingRange(offset, end, SeqRange(seq, fork.seq - 1), into)
+                offset, seq, into = fork.offset, max(seq, fork.seq), None
+        yield MissingRange(offset, known.end_offset, SeqRange(seq, known.last_seq), into)
+
     def _last_seq_before(self, row: KnownPartition, end: int) -> int:
         """Return the last seq that an empty log with end offset `end` has had; 0 if it never had a record."""
         known: PartitionState = row.known
         if end == known.end_offset:
             return known.last_seq
-        return checkpoint.emptied_at(self._starts_of(row), end)
+        before_fork = max(
+            (fork.seq - 1 for fork in self._in_force.forks_of(row.topic.name) if fork.offset == end), default=0
+        )
+        return checkpoint.emptied_at(self._starts_of(row), end) or before_fork
 
     def _starts_of(self, row: KnownPartition) -> list[checkpoint.RecordedStart]:
         return self._recorded_starts.get((row.topic.name, row.topic.from_seq, row.number), [])
@@ -276,33 +309,33 @@ class Recovery:
     def _recorded_starts(self) -> dict[tuple[str, int, int], list[checkpoint.RecordedStart]]:
         return checkpoint.recorded_starts(self._context.data)
 
-    def _fill(self, row: KnownPartition, gap: Gap, is_end: bool) -> list[str]:
-        """Write the records of a gap from the WAL; return the files to be synced.
+    def _fill(self, row: KnownPartition, missing: MissingRange, is_end: bool) -> list[str]:
+        """Write missing records from the WAL; return the files to be synced.
 
         Report the records that the WAL no longer has.
         """
 
         def blocks() -> Iterator[bytes]:
-            return self._logs.wal_records(row.topic, row.number, gap.seqs)
+            return self._logs.wal_records(row.topic, row.number, missing.seqs)
 
         has = sum(lines.count(b"\n") for lines in blocks())
-        missing = gap.end - gap.first
-        lost, skip = max(0, missing - has), max(0, has - missing)
+        count = missing.end - missing.first
+        lost, skip = max(0, count - has), max(0, has - count)
         if lost:
-            has_from = next((record.seq_of(lines) for lines in blocks()), gap.seqs.last + 1)
+            has_from = next((record.seq_of(lines) for lines in blocks()), missing.seqs.last + 1)
             self._context.logger.error(
                 "unrecoverable",
                 topic=row.topic.name,
                 partition=row.number,
-                first_offset=gap.first,
-                last_offset=gap.first + lost - 1,
-                first_seq=gap.seqs.first,
+                first_offset=missing.first,
+                last_offset=missing.first + lost - 1,
+                first_seq=missing.seqs.first,
                 last_seq=has_from - 1,
                 reason="no longer in the WAL",
             )
-        if lost == missing and not is_end:
+        if lost == count and not is_end:
             return []
-        log = self._log_into(row, gap, lost)
+        log = self._log_into(row, missing, lost)
         log.open(self._context.logger.warn, was_cut=True)
         for lines in _without_first(blocks(), skip):  # retention had deleted the first ones
             log.append(lines, lines.count(b"\n"), record.seq_of(lines), record.seq_of(wal.last_line(lines)))
@@ -310,24 +343,24 @@ class Recovery:
         log.close()
         return log.unsynced
 
-    def _log_into(self, row: KnownPartition, gap: Gap, lost: int) -> PartitionLog:
-        """Return a log that writes into a gap: into the segment that was cut, or a new one after the lost records."""
-        begin = gap.first + lost
-        state = PartitionState(begin, gap.seqs.first - 1, 0, begin)
-        if gap.into is not None and not lost:
-            state = PartitionState(gap.first, gap.seqs.first - 1, gap.into.size, gap.into.first)
+    def _log_into(self, row: KnownPartition, missing: MissingRange, lost: int) -> PartitionLog:
+        """Return a log that writes missing records: into the segment that was cut, or a new one after the lost records."""
+        begin = missing.first + lost
+        state = PartitionState(begin, missing.seqs.first - 1, 0, begin)
+        if missing.into is not None and not lost:
+            state = PartitionState(missing.first, missing.seqs.first - 1, missing.into.size, missing.into.first)
         place = PartitionPlace(self._context.data, row.topic.name, row.number)
         limits = self._in_force.limits_of(row.topic.name)
         return PartitionLog(place, state, self._context.wait_for_room, limits)
 
     # --- links and indexes -------------------------------------------------------------------------------------------
 
-    def _restore_indexes(self, row: KnownPartition, segments: Sequence[Segment], end: int) -> None:
-        """Write lost or torn indexes again, because readers refuse a segment without an index.
+    def _restore_indexes(self, row: KnownPartition, segments: Sequence[Segment], ends: Sequence[int]) -> None:
+        """Write lost or torn indexes again, because readers refuse a segment without an index. `ends`: of the segments.
 
         Raises DamageError if the active segment may not get an index again: the next append would write one.
         """
-        context, ends = self._context, [*(part.first for part in segments[1:]), end]
+        context = self._context
         for number, part in enumerate(segments):
             if not part.size or lost_index.is_whole(part.path):
                 continue
@@ -378,6 +411,14 @@ def _settle(directory: str, known: PartitionState) -> list[Segment]:
     remnant.settle(directory)
     segment.settle(directory)
     return segment.survey(directory)
+
+
+def _without_emptied(segments: list[Segment], found: Gaps) -> list[Segment]:
+    """Remove segments without records before a gap: a kill came between the segment after the gap and their removal."""
+    tos = {gap.to for gap in found}
+    gone = [part for part, after in pairwise(segments) if not part.size and after.first in tos]
+    segment.remove(gone)
+    return [part for part in segments if part not in gone]
 
 
 def _without_first(blocks: Iterator[bytes], skip: int) -> Iterator[bytes]:

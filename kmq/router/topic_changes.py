@@ -269,7 +269,7 @@ class TopicChanges:
         topic, starts = self._topic_of(change), change.starts
         if max(starts, default=0) >= topic.partitions:
             raise ConfigError(f"topic {topic.name!r}: has {topic.partitions} partition(s), and no {max(starts)}")
-        self._in_force.raise_format(identity.FORMAT, topic, _STARTS)
+        self._in_force.raise_format(identity.STARTED, topic, _STARTS)
         logs = {self._logs.log_of(topic, number): offset for number, offset in starts.items()}
         self._begin_at([(log, self._end_then(log, offset, change.seq)) for log, offset in logs.items()])
 
@@ -286,7 +286,7 @@ class TopicChanges:
             log = self._logs.log_of(topic, number)
             offset = max(self._end_then(log, start.offset, start.seq) for start in starts)
             if min(offset, log.state.end_offset) > log.state.start:
-                self._in_force.raise_format(identity.FORMAT, topic, _STARTS)
+                self._in_force.raise_format(identity.STARTED, topic, _STARTS)
                 undone.append((log, offset))
         self._begin_at(undone)
 

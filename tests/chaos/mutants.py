@@ -76,6 +76,8 @@ SESSION = "tests/unit/test_session.py"
 HTTP_GROUPS = "tests/contract/test_http_groups.py"
 LEADER_ALONE = "test_in_a_shard_the_leader_alone_reaches_topics_and_all_whenever_it_begins_to_lead"
 COMMITTED, UNIT_COMMITTED = "kmq/log/committed.py", "tests/unit/test_committed.py"
+GAPS, UNIT_GAPS, UNIT_FORK = "kmq/log/gaps.py", "tests/unit/test_gaps.py", "tests/unit/test_fork.py"
+DATA_DIRECTORY = "kmq/broker/data_directory.py"
 DISKS, UNIT_DISKS = "kmq/replica/disks.py", "tests/unit/test_replica_disks.py"
 
 FULL_CUT = "                os.ftruncate(self.fd, self.size)\n                self._wait_for_room(self.path)\n"
@@ -690,6 +692,74 @@ MUTANTS = [
         [FORMATS],
     ),
     Mutant(
+        "records after a fork follow at the end of the log",
+        [(PARTITION, "if state.end_offset < fork.offset and last_seq >= fork.seq:", "if False:")],
+        [UNIT_GAPS],
+    ),
+    Mutant(
+        "a start after a fork leaves no gap, so consumers stand above the end",
+        [("kmq/router/queues.py", "        self.logs.skip_forks()\n", "")],
+        [UNIT_GAPS],
+    ),
+    Mutant(
+        "a topic made after a fork begins at 0 again",
+        [("kmq/router/in_force.py", "            if least > first:", "            if False:")],
+        [UNIT_GAPS],
+    ),
+    Mutant(
+        "a reader in a gap takes it for a lost end",
+        [("kmq/log/reader.py", "if gaps.is_gap(self.gaps(), offset, following):", "if False:")],
+        [UNIT_GAPS],
+    ),
+    Mutant(
+        "a range of records spans a gap",
+        [("kmq/gateway/core/partitions.py", "                if has_gap:\n                    return\n", "")],
+        [UNIT_GAPS],
+    ),
+    Mutant(
+        "missing records are numbered back from the end of a gap",
+        [
+            (
+                PARTITION_RECOVERY,
+                "        before_gap = gaps.ends([part.first], found)[0]\n",
+                "        before_gap = part.first\n",
+            )
+        ],
+        [UNIT_GAPS],
+    ),
+    Mutant(
+        "a start takes a directory whose fork has not finished",
+        [("kmq/log/identity.py", "        _check_forked(path)\n", "")],
+        [UNIT_FORK],
+    ),
+    Mutant(
+        "a repeated fork has other numbers",
+        [
+            (
+                "kmq/router/fork.py",
+                '    if match is None:\n        raise ConfigError(f"{data}/{FORKING}',
+                '    return None\n    if match is None:\n        raise ConfigError(f"{data}/{FORKING}',
+            )
+        ],
+        [UNIT_FORK],
+    ),
+    Mutant(
+        "a repair fills a gap",
+        [
+            (
+                "kmq/repair/heal.py",
+                "next_base = gaps.ends([scans[at + 1].first], self.gaps)[0]",
+                "next_base = scans[at + 1].first",
+            )
+        ],
+        [UNIT_FORK],
+    ),
+    Mutant(
+        "the lag of a group counts a gap",
+        [("kmq/gateway/groups/offset_table.py", " - gaps.count(found, position, end)", "")],
+        ["tests/unit/test_offset_table.py"],
+    ),
+    Mutant(
         "a rebuilt queue has again what a start had deleted",
         [(CHANGES, "is_done = is_done and not self._is_in_force(change)", "pass")],
         [UNIT_STARTS],
@@ -735,8 +805,8 @@ MUTANTS = [
             ),
             (
                 "kmq/router/queues.py",
-                "        ends = [*(part.first",
-                "        if offset > state.base:\n            self._has_rolled(log)\n        ends = [*(part.first",
+                "        whole = sum(end <= offset",
+                "        if offset > state.base:\n            self._has_rolled(log)\n        whole = sum(end <= offset",
             ),
         ],
         [UNIT_STARTS],
@@ -1143,17 +1213,17 @@ MUTANTS = [
     ),
     Mutant(
         "a detached directory keeps its id",
-        [(DISKS, 'for name in ("lineage", "id"):', 'for name in ("lineage",):')],
+        [(GAPS, 'for name in ("lineage", "id"):', 'for name in ("lineage",):')],
         [UNIT_DISKS],
     ),
     Mutant(
         "indexes of a detached directory keep the lineage of the shard",
-        [(DISKS, "                _label(path, lineage)\n", "                pass\n")],
+        [(GAPS, '                    index.relabel(f"{directory}/{name}", lineage)\n', "                    pass\n")],
         [UNIT_DISKS],
     ),
     Mutant(
         "the directory of a broker that runs is reset",
-        [(DISKS, '            if not lock.try_acquire(describe("cluster", data)):\n', "            if False:\n")],
+        [(DATA_DIRECTORY, "            if not lock.try_acquire(describe(stage, data)):\n", "            if False:\n")],
         [UNIT_DISKS],
     ),
     Mutant(

@@ -3,7 +3,7 @@
 tests/formats/<version>.tar.xz were written by brokers of those releases: plain lines, a topic of two partitions, a
 producer with the ids 1 to 100, and an orderly stop. 2-marks.tar.xz is of an early version 2, to which `.@` was a part of a key.
 2-murmur2.tar.xz is of the last release of version 2: its topic `wide` is declared with murmur2, and has grown. 3.tar.xz is the
-same, opened by the last release of version 3.
+same, opened by the last release of version 3. 4.tar.xz is 3.tar.xz with a start: orders/0 begins with offset 40.
 """
 
 import os
@@ -21,7 +21,8 @@ from kmq.log import identity
 from kmq.log.index import IndexWriter
 
 KEPT = sorted((Path(__file__).parents[1] / "formats").glob("*.tar.xz"))
-MARKS, MURMUR2, ROUTED = (KEPT[0].with_name(f"{name}.tar.xz") for name in ("2-marks", "2-murmur2", "3"))
+MARKS, MURMUR2, ROUTED, STARTED = (KEPT[0].with_name(f"{name}.tar.xz") for name in ("2-marks", "2-murmur2", "3", "4"))
+WITH_ALL = [path for path in KEPT if path != STARTED]  # no record was deleted
 WIDE = "topics/wide"
 
 
@@ -29,7 +30,7 @@ def lines_of(data: Path, directory: str) -> list[bytes]:
     return b"".join(path.read_bytes() for path in sorted((data / directory).glob("*.log"))).splitlines()
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name.split(".")[0])
+@pytest.mark.parametrize("kept", WITH_ALL, ids=lambda path: path.name.split(".")[0])
 def test_a_data_directory_of_an_older_release_opens(broker, kept):
     with tarfile.open(kept) as archive:
         archive.extractall(broker.data, filter="tar")
@@ -54,6 +55,22 @@ def test_a_data_directory_of_an_older_release_opens(broker, kept):
         assert lines_of(directory, ".")[: len(lines)] == lines
     done = broker.kmq("verify")
     assert (done.returncode, done.stdout) == (0, "no damage\n")
+
+
+def test_a_data_directory_in_which_a_partition_was_truncated_opens(broker):
+    with tarfile.open(STARTED) as archive:
+        archive.extractall(broker.data, filter="tar")
+    before = {path.parent: lines_of(path.parent, ".") for path in broker.data.glob("topics/*/*/*.log")}
+    assert broker.kmq("verify").stdout.endswith("no damage\n")
+    broker.gateway = False
+    broker.up()
+    broker.send_lines([b"orders.k%d|0|n%d|after" % (n, n) for n in range(20)])
+    broker.wait_routed(1021)
+    broker.down()
+    assert identity.version(str(broker.data))[0] == identity.STARTED
+    assert (len(lines_of(broker.data, "topics/orders/0")), (broker.data / "orders.log").exists()) == (80, True)
+    for directory, lines in before.items():
+        assert lines_of(directory, ".")[: len(lines)] == lines
 
 
 def test_a_line_stored_before_marks_keeps_its_place_and_a_later_line_has_its_own(broker):

@@ -216,5 +216,5 @@ def test_the_command_says_what_would_go_and_deletes_it(broker):
     assert "deleted when the router has adopted it" in done.stdout
     broker.up()
     broker.wait(lambda: reader.partition(str(broker.data), "orders", 0).first_offset == 20, "the start")
-    assert identity.version(str(broker.data))[0] == identity.FORMAT
+    assert identity.version(str(broker.data))[0] == identity.STARTED
     assert "event=start_moved topic=orders partition=0 offset=20" in broker.log()

@@ -16,8 +16,8 @@ from shard_parts import LINEAGE, SECRET, Broker, Shard, first_register, signals_
 
 from kmq.config.settings import load
 from kmq.errors import ConfigError
-from kmq.log import committed, identity, reader
-from kmq.replica import compare, disks, wire
+from kmq.log import committed, identity, index, reader
+from kmq.replica import compare, wire
 from kmq.replica.compare import DirectoryLogs
 from kmq.replica.shard import Member, Note, ShardView
 from kmq.replica.wire import Hw, LogRange, NextLog, RefusedText, WireError
@@ -43,8 +43,8 @@ def with_wal(data, path, lines):
     shutil.rmtree(f"{other}/append")
     made = write_data(f"{path}-made", lines, {"t": 2})
     shutil.copytree(f"{made}/append", f"{other}/append")
-    [index] = [name for name in os.listdir(f"{other}/append") if name.endswith(".idx")]
-    disks._label(f"{other}/append/{index}", identity.lineage(data))
+    [name] = [name for name in os.listdir(f"{other}/append") if name.endswith(".idx")]
+    index.relabel(f"{other}/append/{name}", identity.lineage(data))
     return other
 
 
@@ -65,7 +65,7 @@ def test_replicas_with_other_segments_and_another_end_are_equal_as_far_as_both_h
     for top, _, names in os.walk(path):
         for name in names:
             if name.endswith(".idx"):
-                disks._label(f"{top}/{name}", identity.lineage(data))
+                index.relabel(f"{top}/{name}", identity.lineage(data))
     found = compared(data, path)
     assert {*found} >= {"append", "t/0", "t/1"}
     assert found["append"][1:] == (1, 280, "") and not any(each.difference for each in found.values())

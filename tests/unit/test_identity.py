@@ -102,7 +102,7 @@ def test_two_stages_that_start_at_once_as_first_processes_of_containers_agree(tm
 def test_another_format_is_refused_by_name(tmp_path):
     open_data(str(tmp_path))
     (tmp_path / "format").write_text(f"{format_text(7, number=FORMAT + 1)}\n")
-    with pytest.raises(ConfigError, match=r"unknown format '5 from_seq=7 crc32=.*'; this release reads 1 to 4"):
+    with pytest.raises(ConfigError, match=r"unknown format '6 from_seq=7 crc32=.*'; this release reads 1 to 5"):
         open_data(str(tmp_path))
     assert is_unknown(str(tmp_path))
 

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from kmq.gateway.groups.offset_table import CommittedOffset, OffsetTable, RowKey
+from kmq.gateway.groups.offset_table import CommittedOffset, OffsetTable, RowKey, partition_lag
+from kmq.log.gaps import Gap
 
 
 class Counted(dict):
@@ -40,3 +41,12 @@ def test_a_question_after_a_commit_costs_no_look_at_every_group():
         table.put(RowKey(f"g{seq}", "t", 0), CommittedOffset(seq, 0.0, seq=seq))
         table.furthest(("t", 0))
     assert groups.looks == 1
+
+
+@pytest.mark.parametrize(
+    ("committed", "lag", "first"),
+    [(None, 15, 0), (7, 8, 7), (10, 5, 1000), (13, 5, 1000), (1000, 5, 1000), (1003, 2, 1003), (1005, 0, 1005)],
+)
+def test_a_gap_is_no_backlog(committed, lag, first):
+    assert partition_lag((0, 1005), committed, (), (Gap(10, 1000),)) == (lag, first)
+    assert partition_lag((0, 1005), committed, [2], (Gap(10, 1000),)) == (lag + 1, min(2, first))

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from made_data import write_data
 
+from kmq.broker.data_directory import broker_is_down
 from kmq.cluster.register import begin
 from kmq.errors import BusyError, ConfigError
 from kmq.links.ownership import FileLock
@@ -159,11 +160,11 @@ def test_what_is_no_replica_of_the_shard_and_what_runs_is_left_alone(data, tmp_p
         lock.acquire("it", "somebody")
         with (
             pytest.raises(BusyError, match="is held by somebody: the broker must be down"),
-            disks.broker_is_down(data, f"{tmp_path}/pipes"),
+            broker_is_down(data, f"{tmp_path}/pipes"),
         ):
             pass
         lock.release()
-    with disks.broker_is_down(data, f"{tmp_path}/pipes"):
+    with broker_is_down(data, f"{tmp_path}/pipes"):
         assert FileLock(f"{data}/append/.owner").is_held()
 
 

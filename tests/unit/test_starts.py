@@ -288,12 +288,12 @@ def test_a_replay_from_an_older_checkpoint_ends_with_the_same_start(data):
 def test_the_first_start_raises_the_format_and_a_later_one_says_nothing(data):
     sent = [*lines(40), start(10), start(20)]
     router = Router(data, sent).up().route(1, 42).down()
-    assert identity.version(data)[0] == identity.FORMAT
-    assert [told["to"] for told in router.log.of("format_raised")] == [identity.FORMAT]
+    assert identity.version(data)[0] == identity.STARTED
+    assert [told["to"] for told in router.log.of("format_raised")] == [identity.STARTED]
     assert [told["offset"] for told in router.log.of("start_moved")] == [10, 20]
     os.unlink(f"{data}/format")
     heal.repair(data)
-    assert identity.version(data)[0] == identity.FORMAT, "the records say which it was"
+    assert identity.version(data)[0] == identity.STARTED, "the records say which it was"
 
 
 # --- what stands in its way ------------------------------------------------------------------------------------------
@@ -347,10 +347,10 @@ def test_starts_that_a_release_before_them_has_passed_over_are_made_up_after_the
         patch.setattr(TopicChanges, "_start", lambda self, change: None)
         router = Router(data, sent).up().route(1, 98).down()
     assert len(content(data).splitlines()) == 95
-    assert identity.version(data)[0] < identity.FORMAT
+    assert identity.version(data)[0] < identity.STARTED
     router.again()
     assert_whole(data, sent, 60)
-    assert identity.version(data)[0] == identity.FORMAT
+    assert identity.version(data)[0] == identity.STARTED
 
 
 def test_a_request_by_hand_beyond_the_end_hides_no_later_start(data, monkeypatch):

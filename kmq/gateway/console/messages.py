@@ -27,6 +27,7 @@ from kmq.config.values import KIB, MIB
 from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.finding import SeqFinder
 from kmq.gateway.core.partitions import Partition, Partitions, Signature
+from kmq.log import gaps
 from kmq.log.damage import DamageError
 from kmq.message.message import Message
 from kmq.wire.requests import Position
@@ -206,7 +207,7 @@ def _last(partition: Partition, before: int | None) -> _Read:
     offset = end if before is None else min(end, partition.locate(Position("seq", before)))
     below = _ANY_SEQ if before is None else before
     with suppress(DamageError):  # reported by the first window
-        found, _ = next(partition.chunks(max(0, offset - 1), 1), ([], 0))
+        found, _ = next(partition.chunks(max(0, gaps.before(partition.gaps(), offset) - 1), 1), ([], 0))
         if found and found[0].offset < offset:
             below = found[0].seq + 1
     return _Read(partition, offset, end, below)
@@ -247,7 +248,7 @@ def _newest(begun: list[_Read], wanted: Wanted) -> dict[str, Any]:
     if rows and (floor or is_cut):
         reached = max(reached, int(rows[-1]["seq"]))
     looked = sum(_looked(read, reached if wanted.is_search else 0) for read in begun)
-    of = sum(read.end - read.first for read in begun)
+    of = sum(_records(read, read.first, read.end) for read in begun)
     return _answer(rows[::-1], begun, [read.end for read in begun], reached if left or is_cut else None, looked, of)
 
 
@@ -257,7 +258,12 @@ def _looked(read: _Read, reached: int) -> int:
     if read.below < reached:
         with suppress(DamageError):
             offset = max(offset, read.partition.locate(Position("seq", reached)))
-    return max(0, read.end - offset)
+    return max(0, _records(read, offset, read.end))
+
+
+def _records(read: _Read, start: int, end: int) -> int:
+    """Return how many of the offsets start…end-1 lie in no gap."""
+    return end - start - gaps.count(read.partition.gaps(), start, end)
 
 
 def _window(read: _Read, wanted: Wanted, most: int) -> list[Message]:
@@ -265,7 +271,8 @@ def _window(read: _Read, wanted: Wanted, most: int) -> list[Message]:
 
     At most `most` records, or a gap, and about _WINDOW_BYTES of one segment.
     """
-    high, start = read.offset, read.offset - _WINDOW
+    high = gaps.before(read.partition.gaps(), read.offset)
+    start = high - _WINDOW
     with suppress(DamageError):
         start = read.partition.back(high, _WINDOW_BYTES)
     low = max(read.first, high - read.window, start)
@@ -313,8 +320,8 @@ def _onward(begun: list[_Read], wanted: Wanted) -> dict[str, Any]:
     rows = _rows(found)
     leave(found[len(rows) :])
     offsets = [left_out.get(read.partition.number, read.offset) for read in begun]
-    looked = sum(offset - read.begin for read, offset in zip(begun, offsets, strict=True))
-    of = sum(max(read.end, read.offset) - read.begin for read in begun)
+    looked = sum(_records(read, read.begin, offset) for read, offset in zip(begun, offsets, strict=True))
+    of = sum(_records(read, read.begin, max(read.end, read.offset)) for read in begun)
     return _answer(rows, begun, offsets, None, looked, of)
 
 
@@ -453,7 +460,7 @@ class Follower:
         now = place.partition.signature()
         if now == place.signature:
             return 0
-        before, place.end, place.signature = place.end, place.partition.end(), now
+        before, place.end, place.signature = place.partition.passed(place.end), place.partition.end(), now
         return max(0, place.end - before)
 
     def _last(self, place: _PartitionEnd, count: int) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from kmq.gateway.core.topics import UNLIMITED
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import Partition, partition_lag
 from kmq.log.damage import DamageError
+from kmq.log.gaps import Gaps
 
 # --- history ---------------------------------------------------------------------------------------------------------
 # An hour of the broker in steps of 5 s: one number a step and series.
@@ -190,12 +191,14 @@ class GroupLags:
     def look(self, asked: list[Asked]) -> None:
         """Find the lags of these groups."""
         bounds: dict[Partition, tuple[int, int] | None] = {}  # many groups read the same partitions
+        found: dict[Partition, Gaps] = {}
         for topic, number in {partition for row in asked for partition in row.committed}:
             try:
                 bounds[topic, number] = self._partitions.bounds(topic, number)
+                found[topic, number] = self._partitions.gaps(topic, number)
             except (RequestRefused, DamageError, OSError):  # just deleted; damage is reported elsewhere
                 bounds[topic, number] = None
-        self._lags |= {row.group: _lag_of(row, bounds) for row in asked}
+        self._lags |= {row.group: _lag_of(row, bounds, found) for row in asked}
         shown = {lag.oldest for lag in self._shown() if lag.oldest is not None}
         self._received = {place: at for place, at in self._received.items() if place in shown}
         for topic, number, offset in shown - self._received.keys():
@@ -228,13 +231,13 @@ class GroupLags:
         return None if received is None else round(max(0.0, now - received), 3)
 
 
-def _lag_of(asked: Asked, bounds: Mapping[Partition, tuple[int, int] | None]) -> _Lag:
+def _lag_of(asked: Asked, bounds: Mapping[Partition, tuple[int, int] | None], gaps: Mapping[Partition, Gaps]) -> _Lag:
     total, largest, oldest = 0, 0, None
     for place, offset in asked.committed.items():
         found = bounds[place]
         if found is None:
             continue
-        lag, first = partition_lag(found, offset, asked.waiting.get(place, ()))
+        lag, first = partition_lag(found, offset, asked.waiting.get(place, ()), gaps[place])
         total += lag
         if lag > largest:
             largest, oldest = lag, (place[0], place[1], first)

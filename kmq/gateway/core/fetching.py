@@ -38,7 +38,7 @@ from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, READER, Budget
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.partitions import Partition, Partitions, Signature, moment
-from kmq.log import identity
+from kmq.log import gaps, identity
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.message.message import Message, messages
 from kmq.message.record import count_lines
@@ -267,7 +267,8 @@ class Cursor:
     def overtake(self, begin: int) -> None:
         """Move to the first record of the partition, if the next one to read was deleted."""
         if begin > self.offset:
-            self.overtaken = range(self.overtaken.start if self.overtaken else self.offset, begin)
+            start = self.overtaken.start if self.overtaken else self.offset
+            self.overtaken = gaps.range_of(self.partition.gaps(), start, begin)
             self.offset = begin
 
     def move(self, offset: int) -> None:
@@ -437,6 +438,9 @@ class Fetching:
 
     def _judge(self, cursor: Cursor, start: int) -> None:
         """Move a cursor to the next records, or refuse its offset."""
+        if start > cursor.offset and cursor.partition.passed(cursor.offset) == start:
+            cursor.offset = start  # it lay in a gap, where no record was deleted
+            return
         place = f"{cursor.partition.topic}/{cursor.partition.number}"
         if self._router.state_name != "ready" and cursor.offset > cursor.end:
             raise RequestRefused("not_ready", f"{place}: the router is down or recovers, so the end is unknown")

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from kmq.broker.stats import StatsPage
 from kmq.config.values import KIB, MIB
-from kmq.log import identity, reader, topics
+from kmq.log import gaps, identity, reader, topics
 from kmq.log.bounds import Bounds
 from kmq.log.segment import SEQ, within
 from kmq.message import record, routing
@@ -159,8 +159,16 @@ class _Tail:
                 offset, is_over = self._search_file(file, path, offset, waiting, found)
             if is_over or not waiting:
                 return True
-            path = next((later for first, later in self._log.segments() if first == offset and later != path), "")
+            path, offset = self._segment_after(path, offset)
         return False
+
+    def _segment_after(self, path: str, offset: int) -> tuple[str, int]:
+        """Return the segment after `path`, which ends at `offset`, and its first offset; "" if it is the last one."""
+        later = [(first, other) for first, other in self._log.segments() if first >= offset and other != path]
+        if not later:
+            return "", offset
+        first, other = later[0]
+        return (other, first) if first == offset or gaps.is_gap(self._log.gaps(), offset, first) else ("", offset)
 
     def _search_file(
         self, file: RawIOBase, path: str, offset: int, waiting: deque[int], found: dict[int, tuple[int, bytes]]

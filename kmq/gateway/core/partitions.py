@@ -27,15 +27,15 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from itertools import pairwise
 from typing import NamedTuple
 
 from kmq.files import is_settled
 from kmq.gateway.core.broker import RequestRefused, check_data
 from kmq.gateway.core.times import DatedRecord, ShownTimes
-from kmq.log import deletions, identity, reader
+from kmq.log import deletions, gaps, identity, reader
 from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
+from kmq.log.gaps import Gaps
 from kmq.log.reader import LogReader
 from kmq.log.segment import COMPACT, LOG_APPEND_TIME, RECV_TS, CheckedLines, within
 from kmq.log.segment_reader import LineStart, SegmentReader
@@ -100,9 +100,7 @@ class Range:
     # --- locating ----------------------------------------------------------------------------------------------------
 
     def _locate(self, end: int, max_bytes: int) -> None:
-        segments = self._log.segments()
-        number = max(0, sum(first <= self.first_offset for first, _ in segments) - 1)
-        for (first, path), (following, _) in pairwise([*segments[number:], (_NEVER, "")]):
+        for first, path, following, has_gap in _listed(self._log, self.first_offset):
             if first >= end:
                 return
             try:
@@ -133,6 +131,8 @@ class Range:
                 if stop > begin or segment.sealed:
                     file = segment.inode, segment.size
                     self._parts.append(_Part(first, path, segment.sealed, file, offset, begin, self.next_offset, stop))
+                if has_gap:
+                    return
 
     # --- checking ----------------------------------------------------------------------------------------------------
 
@@ -178,6 +178,17 @@ def _checked(segment: SegmentReader, start: LineStart, stop: int) -> tuple[int, 
     except DamageError as err:
         return end, offset, True, err
     return end, offset, True, None
+
+
+def _listed(log: LogReader, offset: int) -> Iterator[tuple[int, str, int, bool]]:
+    """Yield the segments from the one with `offset` on: first offset, path, end (_NEVER: active), and if a gap follows."""
+    segments = log.segments()
+    number = max(0, sum(first <= offset for first, _ in segments) - 1)
+    mine = segments[number:]
+    followers = [first for first, _ in mine[1:]]
+    ends = gaps.ends(followers, log.gaps()) if followers else []
+    for (first, path), end, follower in zip(mine, [*ends, _NEVER], [*followers, _NEVER], strict=False):
+        yield first, path, end, end < follower
 
 
 def _check_whole(segment: SegmentReader, offset: int, following: int) -> None:
@@ -268,9 +279,7 @@ def _take(log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
     The segment is opened once, and each block is checked once. Raises FileNotFoundError if a segment has gone
     meanwhile.
     """
-    segments = log.segments()
-    number = max(0, sum(first <= start for first, _ in segments) - 1)
-    for (first, path), (following, _) in pairwise([*segments[number:], (_NEVER, "")]):
+    for first, path, following, _ in _listed(log, start):
         if first >= end:
             return None
         with ExitStack() as opened:
@@ -386,6 +395,18 @@ class Partition:
         end = self._log.end_offset()
         return min(self._log.first_offset, end), self._owner.reach(self, end)
 
+    def gaps(self) -> Gaps:
+        """Return the gaps of the partition (kmq/log/gaps.py)."""
+        return self._log.gaps()
+
+    def first_after(self, offset: int) -> int:
+        """Return the first offset of the partition, or after a gap in which `offset` lies."""
+        return max(self.start(), self.passed(offset))
+
+    def passed(self, offset: int) -> int:
+        """Return the offset at which a reader at `offset` resumes: the end of the gap that it lies in, else itself."""
+        return gaps.passed(self._log.gaps(), offset)
+
     def nearest(self, offset: int) -> int:
         """Return this offset, or the first or the end offset if it lies outside."""
         end = self.end()
@@ -428,6 +449,7 @@ class Partition:
         if not self._owner.shows_receipt(self.topic):
             return self._owner.times_of(self).highest(self.start(), self.read)
         start, end = self.bounds()  # the last record of a partition is never compacted
+        end = gaps.before(self.gaps(), end)
         last = self._log.stamp_of(end - 1) if start < end else None
         return None if last is None else self.first_shown(last[1] // 1000)
 
@@ -451,9 +473,9 @@ class Partition:
                 if batch is not None:
                     self._owner.reach(self, batch.offset + batch.lines)
                     return batch
-                if most == END or (first := self.start()) <= offset:
+                if most == END or (first := self.first_after(offset)) <= offset:
                     return None
-                offset = first  # more than `most` offsets are gone
+                offset = first  # more than `most` offsets are gone, or in a gap
 
     def read(self, offset: int, max_bytes: int) -> tuple[int, bytes]:
         """Return (offset of the first line, whole checked lines): as `batch` does, in memory."""
@@ -487,6 +509,7 @@ class Partitions:
         """`is_unsure`: another broker of our shard may lead, and may have later records."""
         self.data, self.marks_from, self._is_unsure = data, identity.marks_from(data), is_unsure
         self._bounds = Bounds(data)
+        self.gaps = self._bounds.gaps  # (topic, number) → the gaps of a partition, cached as `bounds` are
         self._reached: dict[tuple[str, int], int] = {}
         # by partition, with its topic's from_seq; most recently used last
         self._times: dict[tuple[str, int], tuple[int | None, ShownTimes]] = {}
@@ -600,4 +623,9 @@ class Partitions:
     def empty_at(self, partition: Partition) -> int:
         """Return the offset at which a partition without segments begins."""
         check_data(self.data)
-        return deletions.Deleted.of(self.data).first_offset(partition.topic, partition.number)
+        first = deletions.Deleted.of(self.data).first_offset(partition.topic, partition.number)
+        if forks := gaps.forks(self.data):
+            declared = self._bounds.declaration(partition.topic)
+            born = identity.NEVER if declared.from_seq is None else declared.topic("").exists_since(partition.number)
+            first = max(first, gaps.least_offset(forks, partition.topic, born))
+        return first

@@ -44,6 +44,7 @@ from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import Partition, partition_lag
 from kmq.gateway.groups.offsets import OffsetCommit
 from kmq.gateway.groups.protocol import GroupView, State
+from kmq.log import gaps
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 from kmq.wire.requests import Position, TopicPartition
@@ -148,7 +149,8 @@ class GroupAdmin:
             place = row.topic, row.partition
             if is_empty and place in known and known[place].offset == row.committed:
                 first = max(known[place].offset, deliveries.read_to(group, place))
-                self._groups.overtake(group, place, range(first, row.start))
+                found = self._partitions.gaps(*place) if first < row.start else ()
+                self._groups.overtake(group, place, gaps.range_of(found, first, row.start))
         return [row._replace(overtaken=deliveries.overtaken(group, (row.topic, row.partition))) for row in rows]
 
     def _known(self, group: str) -> GroupView:
@@ -171,8 +173,9 @@ class GroupAdmin:
             except (RequestRefused, DamageError, FileNotFoundError):
                 continue  # just deleted; or damaged: one damaged log must not hide all others
             offset = committed.get(place)
-            lag, first = partition_lag((start, end), offset, waiting.get(place, ()))
-            new, position = partition_lag((start, end), offset, ())
+            found = self._partitions.gaps(*place)
+            lag, first = partition_lag((start, end), offset, waiting.get(place, ()), found)
+            new, position = partition_lag((start, end), offset, (), found)
             lag_s = self._age_of(place, first) if first < end else 0.0
             new_s = lag_s if position == first else self._age_of(place, position) if position < end else 0.0
             rows.append(PartitionLag(*place, offset, end, lag, lag_s, start, new, new_s))

@@ -34,9 +34,9 @@ from contextlib import contextmanager, suppress
 from secrets import token_hex
 from weakref import WeakValueDictionary
 
+from kmq.broker.data_directory import read_starts, write_starts
 from kmq.config.settings import Settings
 from kmq.errors import KmqError
-from kmq.files import replace_file
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups import group_records
@@ -59,25 +59,18 @@ from kmq.gateway.groups.protocol import (
     Revoke,
     State,
 )
+from kmq.log import gaps
 from kmq.logfmt import Logger
 from kmq.wire.requests import TopicPartition
 
 # --- starts ----------------------------------------------------------------------------------------------------------
 # data/gateway.starts: one line with the decimal number of the lives of gateways up to now (coordinator.py).
 
-STARTS = "gateway.starts"
-_MOST_DIGITS = 9
-
 
 def count_start(data: str, least: int = 0) -> int:
     """Return the number of former starts, at least `least`, and count this one. Raises OSError if it cannot."""
-    try:
-        with open(f"{data}/{STARTS}", "rb") as file:
-            text = file.read(_MOST_DIGITS + 2).strip()
-    except FileNotFoundError:
-        text = b""
-    former = max(least, int(text) if text.isdigit() and len(text) <= _MOST_DIGITS else 0)
-    replace_file(f"{data}/{STARTS}", b"%d\n" % (former + 1))
+    former = max(least, read_starts(data))
+    write_starts(data, former + 1)
     return former
 
 
@@ -583,6 +576,10 @@ class Groups:
             last, effect = counted[-1], "lost to the group, which goes on behind them"
             where = {"group": group, "topic": place[0], "partition": place[1]}
             self._log.warn("group_overtaken", **where, first=counted[0], last=last, count=len(counted), effect=effect)
+
+    def resume_at(self, place: Partition, offset: int) -> int:
+        """Return where a group with a committed offset resumes: after the gap in which the offset lies, else there."""
+        return gaps.passed(self._partitions.gaps(*place), offset)
 
     # --- views -------------------------------------------------------------------------------------------------------
 

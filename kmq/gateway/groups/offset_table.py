@@ -21,7 +21,8 @@ from urllib.parse import quote, unquote_to_bytes
 
 from kmq.config.values import MIB
 from kmq.gateway.core.broker import RequestRefused
-from kmq.log import reader
+from kmq.log import gaps, reader
+from kmq.log.gaps import Gaps
 from kmq.logfmt import Logger
 from kmq.message import routing
 
@@ -185,15 +186,18 @@ def decode_name(text: str) -> str:
     return unquote_to_bytes(text).decode() if "%" in text else text
 
 
-def partition_lag(bounds: tuple[int, int], committed: int | None, waiting: Iterable[int]) -> tuple[int, int]:
+def partition_lag(
+    bounds: tuple[int, int], committed: int | None, waiting: Iterable[int], found: Gaps = ()
+) -> tuple[int, int]:
     """Return how many messages of a partition a group has not done, and the offset of the first.
 
-    `bounds`: start and end of the partition. `waiting`: offsets given back, before the committed offset.
+    `bounds`: start and end of the partition. `waiting`: offsets given back, before the committed offset. `found`: the
+    gaps of the partition, which hold no messages.
     """
     start, end = bounds
-    position = start if committed is None else max(start, committed)
+    position = gaps.passed(found, start if committed is None else max(start, committed))
     again = [offset for offset in waiting if offset >= start]  # retention has deleted the others
-    return max(0, end - position) + len(again), min([position, *again])
+    return max(0, end - position - gaps.count(found, position, end)) + len(again), min([position, *again])
 
 
 # --- table -----------------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """The logs over HTTP, read-only: for kmq.spark.source.brokers, and for any other remote reader, such as curl.
 
     GET /v1/broker                       {"data_id", "format", "instance", "marks_from"}; of a shard also its name, `shard`,
-                                           and where its brokers have their HTTP ports, `doors`
+                                           and where its brokers have their HTTP ports, `doors`;
+                                           after a fork `forked_from`, the ids before
     GET /v1/topics[?after=&limit=]       [{"name", "partitions", "partitioner", "from_seq", "first_offsets": […],
                                            "end_offsets": […]}]
                   &internal=true         also topics of KMQ itself (`__…`)
     GET /v1/ledger                       {"routed_seq", "topics": [{…}], "dropped": {ring: [[first, last]]}}
-    GET /v1/logs[?topic=a&topic=b]       [{"topic", "partition", "first_offset", "end_offset"}] of the topics that exist
+    GET /v1/logs[?topic=a&topic=b]       [{"topic", "partition", "first_offset", "end_offset"}] of the topics that exist;
+                                           a row with gaps (kmq/log/gaps.py) has "gaps": [[first, to]]
                   &wal=false             without the WAL, whose end is unknown while durability recovers
                   &time=                 each row also has "offset", of the first record received then (µs) or later
                   &stamps=1              {"data_id", "logs": […]}: each row also has "last", [seq, recv_ts] of the record
@@ -43,7 +45,7 @@ from kmq.broker.door import advertised
 from kmq.gateway.core.broker import Broker, RequestRefused, check_data
 from kmq.gateway.core.partitions import END, Range, Span
 from kmq.gateway.http.request import answering
-from kmq.log import identity, reader, topics
+from kmq.log import gaps, identity, reader, topics
 from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL, LogReader
@@ -112,6 +114,8 @@ class LogCalls:
                 "instance": self._settings.instance,
                 "marks_from": identity.marks_from(self._data),
             }
+            if forks := gaps.forks(self._data):
+                found["forked_from"] = [fork.of for fork in forks]
             if self._settings.shard:
                 doors = advertised(self._settings.pipes, "http", "https")
                 found |= {"shard": self._settings.shard, "doors": doors}
@@ -160,6 +164,8 @@ class LogCalls:
     def _row(self, topic: str, partition: int, has_stamp: bool, micros: int | None) -> dict[str, Any]:
         first, end = self._ends(topic, partition)
         row: dict[str, Any] = {"topic": topic, "partition": partition, "first_offset": first, "end_offset": end}
+        if found := gaps.of_wal(self._data) if topic == WAL else self._bounds.gaps(topic, partition):
+            row["gaps"] = found
         if micros is not None:
             row["offset"] = min(self._log(topic, partition).offset_of_time(micros), self._readable_end(topic))
         if has_stamp and first < end:

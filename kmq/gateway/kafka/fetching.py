@@ -40,7 +40,9 @@ from kmq.gateway.kafka.connection import Call, Connection, Handler
 from kmq.gateway.kafka.records import encode, patched
 from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import ErrorCode, Fields, KafkaRefused, Key
+from kmq.log import gaps
 from kmq.log.damage import DamageError, MisplacedError
+from kmq.log.gaps import Gaps
 from kmq.message.record import count_lines
 from kmq.wire.requests import TopicPartition
 
@@ -61,13 +63,17 @@ T = TypeVar("T")
 class _KnownPartition:
     """A partition as a connection reads it. `first` and `end`: as its files were `seen`; `end` may have risen."""
 
-    __slots__ = ("damage", "directory", "end", "first", "offset", "partition", "rests_until", "seen", "seen_at")
+    __slots__ = (
+        *("damage", "directory", "end", "first", "gaps", "offset"),
+        *("partition", "rests_until", "seen", "seen_at"),
+    )
 
     def __init__(self, partition: Partition, offset: int) -> None:
         self.partition, self.directory, self.offset = partition, partition.directory, offset
         self.first = self.end = UNKNOWN
         self.seen: Signature | None = None
         self.damage: DamageError | None = None
+        self.gaps: Gaps = ()
         self.rests_until = self.seen_at = 0.0
 
     def move(self, offset: int) -> None:
@@ -80,11 +86,16 @@ class _KnownPartition:
         if seen != self.seen:
             self.partition.check()
             try:
+                self.gaps = self.partition.gaps()
                 self.first, self.end = self.partition.bounds()
             except DamageError as err:
                 self.rest(err)
                 raise
             self.seen = seen
+
+    def resumed(self, offset: int) -> int:
+        """Return the offset at which a client at `offset` resumes: after the gap in which it lies, else there."""
+        return gaps.passed(self.gaps, offset) if self.gaps else offset
 
     def rest(self, damage: DamageError) -> None:
         """Pause reading. A misplaced record is retried at once, because the router may be writing its index."""
@@ -125,7 +136,7 @@ class _Row(Row):
 
     def has_records(self, offset: int) -> bool:
         """Return True if there are records at or after `offset`."""
-        return self.code == ErrorCode.none and offset < self.end
+        return self.code == ErrorCode.none and (self.known.resumed(offset) if self.known else offset) < self.end
 
 
 Rows = dict[TopicPartition, _Row]
@@ -155,17 +166,22 @@ class _Consumer(BudgetHolder):
     def is_behind(self, place: TopicPartition, offset: int) -> bool:
         """Return True if the record at `offset` was there a moment ago, and the partition has not changed."""
         known = self.known.get(place)
-        return known is not None and known.first <= offset < known.end and known.begins_as_seen()
+        return known is not None and known.first <= known.resumed(offset) < known.end and known.begins_as_seen()
 
     def finds(self, cache: TailCache, place: TopicPartition, offset: int) -> bool:
         """Return True if the cache has a batch that holds the record at `offset`."""
         known = self.known.get(place)
-        return known is not None and cache.find(*place, offset, known.partition.from_seq) is not None
+        return known is not None and cache.find(*place, known.resumed(offset), known.partition.from_seq) is not None
 
     def may_have(self, place: TopicPartition, offset: int) -> bool:
         """Return False if a partition had no record at or after `offset` at the last look."""
         known = self.known.get(place)
-        return known is None or offset < known.end
+        return known is None or known.resumed(offset) < known.end
+
+    def resumed(self, place: TopicPartition, offset: int) -> int:
+        """Return the offset at which a fetch of `offset` resumes, as far as the partition is known."""
+        known = self.known.get(place)
+        return offset if known is None else known.resumed(offset)
 
     async def send(self, answer: wire.Writer) -> None:
         """Send an answer; returns when the client has taken most of it. Raises ConnectionError."""
@@ -250,7 +266,7 @@ class FetchChapter:
         """Return the records once there are enough, or the time is up."""
         until, is_first = time.monotonic() + request.wait_s, True
         while True:
-            positions = [(place, asked.offset) for place, asked in request.partitions.items()]
+            positions = [(place, consumer.resumed(place, asked.offset)) for place, asked in request.partitions.items()]
             if not any(consumer.may_have(place, offset) for place, offset in positions):
                 await self._cache.wait(positions, until - time.monotonic())
             is_over = time.monotonic() >= until
@@ -315,9 +331,10 @@ class FetchChapter:
                 return Rows(), 0
             known.move(asked.offset)
             most = min(asked.max_bytes, left)
-            records = self._records(known, asked.offset, most, not nbytes, call.version, has_lines=False)
-            has_none = not records and self._kept(known, asked.offset, call.version) is None  # else it lacks room
-            if has_none and (asked.offset != known.end or known.growth()):
+            offset = known.resumed(asked.offset)
+            records = self._records(known, offset, most, not nbytes, call.version, has_lines=False)
+            has_none = not records and self._kept(known, offset, call.version) is None  # else it lacks room
+            if has_none and (offset != known.end or known.growth()):
                 return Rows(), 0
             known.end = max(known.end, self._cache.end(place) or 0)
             row = rows[place] = _Row(known=known)
@@ -428,7 +445,7 @@ class FetchChapter:
             del consumer.known[place]
             raise KafkaRefused(ErrorCode.unknown_topic_id, f"topic {place.topic} was made again, and has another id")
         row = _Row(known=known)
-        if not known.first <= offset <= known.end:
+        if not known.first <= known.resumed(offset) <= known.end:
             row.code = wire.code_of(self._out_of_range(offset, known.end))
         return row
 
@@ -484,7 +501,7 @@ class FetchChapter:
         self, known: _KnownPartition, offset: int, most: int, version: int, has_lines: bool
     ) -> tuple[bytes, int]:
         """Return a batch that holds `offset`, and the offset after it; b"" if there is none."""
-        partition = known.partition
+        partition, offset = known.partition, known.resumed(offset)
         topic, number = partition.topic, partition.number
         kept = self._kept(known, offset, version)
         if not has_lines and kept is not None:  # the files were looked at earlier

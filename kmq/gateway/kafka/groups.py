@@ -480,7 +480,7 @@ class KafkaGroups(Chapter):
             found = committed.get((topic, number))
             return {
                 "partition_index": number,
-                "committed_offset": found.offset if found else -1,
+                "committed_offset": self._groups.resume_at((topic, number), found.offset) if found else -1,
                 "committed_leader_epoch": -1 if found is None or found.leader_epoch is None else found.leader_epoch,
                 "metadata": found.metadata if found else "",
                 "error_code": ErrorCode.unstable_offset_commit if (topic, number) in pending else code,

@@ -110,7 +110,7 @@ class Consumption:
                 except FileNotFoundError:  # a segment was deleted, or replaced by compaction: look again
                     continue
             if cursor.offset == before:
-                start = await self._service.run(cursor.partition.start)
+                start = await self._service.run(cursor.partition.first_after, before)
                 if start <= before:
                     return
                 await self._begin(cursor, start)  # more was deleted than was asked for

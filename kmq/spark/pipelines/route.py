@@ -264,7 +264,7 @@ def _open_log(
     if not is_whole:
         found = recover(segments, known, WalRange(1, _ANY_SEQ, has_rest=True), known.start)
         state = found.state
-        if found.gaps or state.end_offset < known.end_offset:
+        if found.missing or state.end_offset < known.end_offset:
             raise CorruptError(f"{directory}: is not what router.ckpt says; remove {to} and begin again")
         for each in found.touched:
             IndexWriter.complete(each.path, each.first, _no_room)

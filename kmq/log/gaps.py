@@ -1,0 +1,246 @@
+"""Gaps: offsets that no record has, because the data directory was put back from an older copy (`kmq tier fork`).
+
+    data/restored               one line per fork: the first seq after the copy, the first offset of later records
+        21|1000000010|1795276288.490144|<id of the directory before>
+        crc32|<crc32 of the lines above>
+    topics/orders/0/tier        the gaps of one partition, which has no such file otherwise
+        kmq-tier 1 lineage=<hex> log=orders/0 life=7
+        0 gap orders/0 life=7 from=10 to=1000000010 why=fork
+
+The copy ended with seq 20, and orders/0 with offset 9. The broker had then acknowledged records that the copy lacks, and
+consumers have read them. Their offsets are given to no other record: the next one gets offset 1000000010. `life` is the
+from_seq of the topic. The 0 stands where a tier names the commit of a line.
+
+Owner       `restored` is written by the command while the broker is down. The router writes `tier` (the command calls it).
+Invariant   In every partition of a topic of users the records with a seq from that of a fork on have offsets from that of
+            the fork on, and all earlier records have lower ones. So no offset ever means two records, and a partition
+            that is rebuilt from the WAL has the same offsets and the same gap again.
+            A gap lies between two segments: the later one has the name `to`. No segment, block or answer spans a gap.
+            Topics whose names begin with `__` have no gaps: only KMQ reads them, always from the start.
+Crash       Every file is replaced atomically. `tier` is on disk before the segment after the gap is made. A start makes
+            that segment again, and a lost `tier`, from `restored`. `restored` has a copy, topics/.restored.
+Not covered A segment before a gap that loses its end together with `tier`: the copy in the WAL shows the loss to verify.
+"""
+
+import os
+import re
+import zlib
+from collections import namedtuple
+from collections.abc import Sequence
+from itertools import pairwise
+
+from kmq.errors import CorruptError
+from kmq.files import replace_file
+from kmq.log import dropped, index
+
+NAME = "restored"
+COPY = "topics/.restored"
+FILE = "tier"  # in the directory of a partition
+INTERNAL = "__"  # topics with such names have no gaps
+
+_HEAD = re.compile(r"kmq-tier 1 lineage=([0-9a-f]*) log=([^ ]+) life=(\d{1,19})")
+_GAP = re.compile(r"\d{1,20} gap ([^ ]+) life=(\d{1,19}) from=(\d{1,19}) to=(\d{1,19}) why=[a-z]+")
+
+
+# --- forks -----------------------------------------------------------------------------------------------------------
+
+
+class Fork(namedtuple("Fork", ("seq", "offset", "ts", "of"), defaults=("0.000000", ""))):
+    """Records from `seq` on have offsets from `offset` on. `ts`: when the directory `of` was forked."""
+
+    __slots__ = ()
+
+
+Forks = tuple[Fork, ...]
+
+
+def forks(data: str) -> Forks:
+    """Return the forks of a data directory, the oldest first. Raises CorruptError if both copies are damaged."""
+    faults = []
+    for name in (NAME, COPY):
+        try:
+            with open(f"{data}/{name}", "rb") as file:
+                return _parse(file.read())
+        except FileNotFoundError:
+            continue
+        except ValueError as err:
+            faults.append(f"{data}/{name}: {err}")
+    if faults:
+        raise CorruptError(f"{faults[0]}; restore it: it says which offsets were given out before a fork")
+    return ()
+
+
+def _parse(content: bytes) -> Forks:
+    """Return the forks in a file's content. Raises ValueError if it is damaged."""
+    body = content[: content.rfind(b"\n", 0, -1) + 1]
+    if content != b"%bcrc32|%d\n" % (body, zlib.crc32(body)):
+        raise ValueError("its crc does not match")
+    rows = (line.split("|") for line in body.decode("ascii").splitlines())
+    return tuple(Fork(int(seq), int(offset), ts, of) for seq, offset, ts, of in rows)
+
+
+def faults(data: str) -> dict[str, str]:
+    """Return which of the two copies of `restored` is wrong, and why."""
+    contents: dict[str, bytes | None] = {}
+    found: dict[str, str] = {}
+    for name in (NAME, COPY):
+        try:
+            with open(f"{data}/{name}", "rb") as file:
+                contents[name] = file.read()
+                _parse(contents[name] or b"")
+        except FileNotFoundError:
+            contents[name] = None
+        except ValueError as err:
+            found[name] = str(err)
+    if not found and contents[NAME] != contents[COPY]:
+        name = NAME if contents[NAME] is None else COPY
+        found[name] = "is missing" if contents[name] is None else f"differs from {NAME}"
+    return found
+
+
+def write_forks(data: str, found: Sequence[Fork]) -> None:
+    """Write both copies of `restored` to disk."""
+    body = "".join(f"{fork.seq}|{fork.offset}|{fork.ts}|{fork.of}\n" for fork in found).encode()
+    content = b"%bcrc32|%d\n" % (body, zlib.crc32(body))
+    for name in (NAME, COPY):
+        replace_file(f"{data}/{name}", content)
+
+
+def forks_of(found: Forks, topic: str) -> Forks:
+    """Return the forks that concern a topic: none for an internal topic."""
+    return () if topic.startswith(INTERNAL) else found
+
+
+def least_offset(found: Forks, topic: str, born: int) -> int:
+    """Return the offset at which a partition begins at least, if it exists since seq `born`."""
+    return max((fork.offset for fork in forks_of(found, topic) if fork.seq <= born), default=0)
+
+
+# --- the gaps of one partition ---------------------------------------------------------------------------------------
+
+
+class Gap(namedtuple("Gap", ("first", "to"))):
+    """The offsets first…to-1, which no record has."""
+
+    __slots__ = ()
+
+
+Gaps = tuple[Gap, ...]
+
+
+def of_wal(data: str) -> Gaps:
+    """Return the gaps of seqs that forks have left in the WAL."""
+    starts = {fork.seq for fork in forks(data)}
+    return tuple(Gap(gone.first, gone.last + 1) for gone in dropped.read(data, "framed", True) if gone.first in starts)
+
+
+def path_of(directory: str) -> str:
+    return f"{directory}/{FILE}"
+
+
+def read(directory: str) -> Gaps:
+    """Return the gaps of a partition, in order; () if it has none, or if a line of `tier` is damaged."""
+    try:
+        with open(path_of(directory), "rb") as file:
+            return parse(file.read(), label_of(directory)[0]) or ()
+    except FileNotFoundError:
+        return ()
+
+
+def parse(content: bytes, log: str) -> Gaps | None:
+    """Return the gaps in the content of `tier`; None if it is damaged, or of another partition than `log`."""
+    head, *lines = content.decode("ascii", errors="replace").split("\n")
+    label = _HEAD.fullmatch(head)
+    if label is None or label[2] != log or not lines or lines[-1]:
+        return None
+    found = []
+    for line in lines[:-1]:
+        row = _GAP.fullmatch(line)
+        if row is None or (row[1], row[2]) != (log, label[3]):
+            return None
+        found.append(Gap(int(row[3]), int(row[4])))
+    is_in_order = all(gap.first < gap.to for gap in found) and all(a.to <= b.first for a, b in pairwise(found))
+    return tuple(found) if is_in_order else None
+
+
+def label_of(directory: str) -> tuple[str, str]:
+    """Return (`<topic>/<partition>`, the data directory) of a partition's directory."""
+    topic_directory, number = os.path.split(os.path.abspath(directory))
+    topics, topic = os.path.split(topic_directory)
+    return f"{topic}/{number}", os.path.dirname(topics)
+
+
+def write(directory: str, life: int, found: Sequence[Gap]) -> None:
+    """Replace `tier`; it is on disk when this returns."""
+    log, data = label_of(directory)
+    lines = [f"kmq-tier 1 lineage={index.lineage_of(data)} log={log} life={life}\n"]
+    lines += [f"0 gap {log} life={life} from={gap.first} to={gap.to} why=fork\n" for gap in found]
+    replace_file(path_of(directory), "".join(lines).encode())
+
+
+def relabel(path: str, lineage: str) -> None:
+    """Put another lineage into the first line of a file `tier`."""
+    with open(path, "rb") as file:
+        head, newline, rest = file.read().partition(b"\n")
+    found = _HEAD.fullmatch(head.decode("ascii", errors="replace"))
+    if found is not None and found[1] != lineage:
+        replace_file(
+            path, head.replace(f"lineage={found[1]} ".encode(), f"lineage={lineage} ".encode(), 1), newline, rest
+        )
+
+
+def name_records(data: str, lineage: str) -> None:
+    """Make the directory another one: `lineage` becomes its id and lineage, also in each index and each `tier`.
+
+    The broker is down. Call it again after a kill: until `id` is replaced some files have the old lineage.
+    """
+    for top in ("append", "topics"):
+        for directory, _, names in os.walk(f"{data}/{top}"):
+            for name in names:
+                if name.endswith(".idx") or name == "idx":  # `idx`: of a compacted segment that is not installed yet
+                    index.relabel(f"{directory}/{name}", lineage)
+                elif name == FILE:
+                    relabel(f"{directory}/{name}", lineage)
+    for name in ("lineage", "id"):
+        replace_file(f"{data}/{name}", f"{lineage}\n".encode())
+
+
+# --- offsets and gaps ------------------------------------------------------------------------------------------------
+
+
+def ends(followers: Sequence[int], found: Gaps) -> list[int]:
+    """Return where segments end. `followers`: with which offsets the segments after them begin, or the log ends."""
+    if not found:
+        return list(followers)
+    first_of = {gap.to: gap.first for gap in found}
+    return [first_of.get(offset, offset) for offset in followers]
+
+
+def is_gap(found: Gaps, offset: int, to: int) -> bool:
+    """Return True if a gap reaches from `offset`, or from before it, to the offset `to`."""
+    return any(gap.first <= offset and gap.to == to for gap in found)
+
+
+def passed(found: Gaps, offset: int) -> int:
+    """Return the offset at which a reader resumes: `offset`, or, if that lies in a gap, the end of the gap."""
+    return next((gap.to for gap in found if gap.first <= offset < gap.to), offset)
+
+
+def before(found: Gaps, end: int) -> int:
+    """Return the offset after the last record before `end`: `end`, or, if a gap ends there, its first offset."""
+    return next((gap.first for gap in found if gap.first <= end <= gap.to), end)
+
+
+def range_of(found: Gaps, start: int, end: int) -> range:
+    """Return the offsets start…end-1 without a gap: what lies before a gap that reaches the end, else what lies after it."""
+    for gap in found:
+        if gap.first < end <= gap.to:
+            end = max(start, gap.first)
+        elif start < gap.to < end:
+            start = gap.to
+    return range(start, end)
+
+
+def count(found: Gaps, start: int, end: int) -> int:
+    """Return how many of the offsets start…end-1 lie in gaps."""
+    return sum(max(0, min(gap.to, end) - max(gap.first, start)) for gap in found)
