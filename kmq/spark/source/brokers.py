@@ -44,8 +44,9 @@ from urllib.parse import quote, urlencode
 from kmq.config.settings import SHM
 from kmq.errors import ConfigError, CorruptError, RetryError, quotation
 from kmq.links.ownership import FileLock
-from kmq.log import identity, reader, segment_reader, topics
+from kmq.log import gaps, identity, reader, segment_reader, topics
 from kmq.log.damage import DamageError
+from kmq.log.gaps import Gap, Gaps
 from kmq.log.reader import WAL
 from kmq.log.segment import COMPACT
 from kmq.logfmt import Logger
@@ -82,6 +83,11 @@ class Broker(Protocol):
     """One broker's logs: the partitions of its topics, and as topic `__append`, partition 0, its WAL (offset = seq)."""
 
     name: str  # as the user spells it
+    gaps: dict[tuple[str, int], Gaps]  # of the partitions, at the last look at their bounds (kmq/log/gaps.py)
+
+    def ancestors(self) -> list[str]:
+        """Return the ids that the data directory had before it was forked."""
+        ...
 
     def identity(self) -> str:
         """Return the id of the data directory: another directory at the same place has another id."""
@@ -154,6 +160,10 @@ class Directory(Broker):
         self.name, self.path = name, os.path.abspath(path or name)
         # LogReaders remember where their log ended: finding the new end costs less.
         self._kept: dict[tuple[str, int], reader.LogReader] = {}
+        self.gaps: dict[tuple[str, int], Gaps] = {}
+
+    def ancestors(self) -> list[str]:
+        return [fork.of for fork in gaps.forks(self.path)]
 
     def identity(self) -> str:
         try:
@@ -186,10 +196,12 @@ class Directory(Broker):
         bounds = {}
         for topic in asked:
             if topic == WAL:
+                self._note_gaps((topic, 0), gaps.of_wal(self.path))
                 bounds[topic, 0] = self._wal_bounds()
             elif os.path.isdir(f"{self.path}/topics/{topic}"):
                 for number in range(topics.load(self.path, topic)[0]):
                     log = self._log(topic, number)
+                    self._note_gaps((topic, number), log.gaps())
                     end = log.end_offset()  # the end first: a removal by retention in between is then noticed
                     bounds[topic, number] = min(log.first_offset, end), end
         return bounds
@@ -199,6 +211,11 @@ class Directory(Broker):
             return self.bounds(topics or [topic for topic in [*self.topics(), WAL] if wants(topic)])
 
         return self.identity(), bounds
+
+    def _note_gaps(self, at: tuple[str, int], found: Gaps) -> None:
+        self.gaps.pop(at, None)
+        if found:
+            self.gaps[at] = found
 
     def _wal_bounds(self) -> tuple[int, int]:
         """Return the bounds of the durable WAL, without records that were written but not yet synced."""
@@ -277,6 +294,7 @@ class Remote(Broker):
         self.addresses = [gateway_address(part, access) for part in name.split(",")]
         self._last: dict[tuple[str, int], tuple[int, list[int] | None]] = {}  # end, and stamp of the record before it
         self._is_older = False
+        self.gaps: dict[tuple[str, int], Gaps] = {}
 
     def __del__(self) -> None:  # a Broker has no close method
         self.close()
@@ -288,6 +306,9 @@ class Remote(Broker):
 
     def identity(self) -> str:
         return str(self._get("/v1/broker", "data_id")["data_id"])
+
+    def ancestors(self) -> list[str]:
+        return list(self._get("/v1/broker", "data_id").get("forked_from", ()))
 
     def marks_from(self) -> int:
         # An older gateway does not send it.
@@ -319,8 +340,10 @@ class Remote(Broker):
         target = f"/v1/logs?{asked}" if asked else "/v1/logs"
         return self._get(target, "data_id", "logs", rows=("topic", "partition", "first_offset", "end_offset"))
 
-    @staticmethod
-    def _bounds(rows: Any, wants: Callable[[str], bool]) -> LogBounds:
+    def _bounds(self, rows: Any, wants: Callable[[str], bool]) -> LogBounds:
+        here = {(row["topic"], row["partition"]): row for row in rows}
+        self.gaps = {at: each for at, each in self.gaps.items() if at not in here}
+        self.gaps |= {at: tuple(Gap(*pair) for pair in row["gaps"]) for at, row in here.items() if "gaps" in row}
         return {
             (row["topic"], row["partition"]): (row["first_offset"], row["end_offset"])
             for row in rows

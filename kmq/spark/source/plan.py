@@ -57,6 +57,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 from kmq.errors import ConfigError, KmqError
+from kmq.log import gaps
+from kmq.log.gaps import Gaps
 from kmq.log.reader import WAL
 from kmq.logfmt import Logger
 from kmq.message import record
@@ -263,6 +265,31 @@ def ranges(start: Offsets, end: Offsets, bounds: Bounds, fail_on_data_loss: bool
     return [part for span in spans if len(part := within(span, bounds))]
 
 
+def without_gaps(spans: Iterable[OffsetSpan], found: Mapping[Key, Gaps]) -> list[OffsetSpan]:
+    """Return the ranges without the offsets that lie in gaps, which no record has."""
+    parts = []
+    for span in spans:
+        start = span.start
+        for gap in found.get(span.key, ()):
+            if start < gap.to and gap.first < span.end:
+                parts.append(OffsetSpan(span.key, start, gap.first))
+                start = gap.to
+        parts.append(OffsetSpan(span.key, start, span.end))
+    return [part for part in parts if len(part)]
+
+
+def up_to_gaps(start: Offsets, end: Offsets, found: Mapping[Key, Gaps]) -> tuple[Offsets, Offsets]:
+    """Return where a micro-batch begins and may end, so that none of its ranges spans a gap: the next batch goes on."""
+    start, end = dict(start), dict(end)
+    for key, mine in found.items():
+        if key in end:
+            begin = start.get(key, least(key[1]))
+            if (resumed := gaps.passed(mine, begin)) != begin:
+                start[key] = begin = resumed
+            end[key] = min([end[key], *(gap.first for gap in mine if gap.first > begin)])
+    return start, end
+
+
 def cut_up(span: OffsetSpan, at: Iterable[int]) -> list[OffsetSpan]:
     """Return the range cut at those of the offsets that lie in it."""
     edges = [span.start, *(edge for edge in at if span.start < edge < span.end), span.end]
@@ -295,7 +322,7 @@ def cut(spans: list[OffsetSpan], cuts: Cuts, cores: int = 1, min_partitions: int
     shares = _at_least(shares, min_partitions)
     found: dict[Key, list[int]] = {}
     counts: dict[str, list[int]] = {}
-    starts = {span.key: span.start for span in spans}
+    starts = {span.key: span.start for span in reversed(spans)}  # a range may be in parts, around a gap
     for share in shares:
         counts.setdefault(share[0].key[0], []).append(len(share))
         for piece in share:

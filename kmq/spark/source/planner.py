@@ -35,7 +35,9 @@ from typing import TypeVar
 from pyspark.sql.datasource import InputPartition
 
 from kmq.errors import ConfigError, KmqError, RetryError
+from kmq.log import gaps
 from kmq.log.damage import DamageError
+from kmq.log.gaps import Gaps
 from kmq.log.reader import WAL
 from kmq.logfmt import Logger
 from kmq.message import record
@@ -101,6 +103,7 @@ def wal_has(broker: Broker, stamp: Stamp) -> bool | None:
         if found is not None and found[0] == seq:
             return found == stamp
         _, end = broker.bounds([WAL])[WAL, 0]
+        end = gaps.passed(broker.gaps.get((WAL, 0), ()), end)  # after a fork the seqs up to there are given out
     except (DamageError, RetryError):
         return None
     return False if end <= seq else None
@@ -257,6 +260,11 @@ class QueryLogs:
             names[identity], identities[name] = name, identity
         return identities, lambda: {key: edges for _, look in found.values() for key, edges in look().items()}
 
+    def gaps(self) -> dict[Key, Gaps]:
+        """Return the gaps of partitions, as of the last look at their bounds."""
+        here = [(name, broker) for name, broker in self.brokers.items() if name not in self.away]
+        return {(name, *log): found for name, broker in here for log, found in broker.gaps.items()}
+
     def bounds(self) -> Bounds:
         """Return the bounds of all requested partitions that exist now."""
         return {key: edges for _, look in self.each(self._survey_of).values() for key, edges in look().items()}
@@ -376,7 +384,7 @@ class QueryLogs:
 
     def tasks(self, spans: Iterable[OffsetSpan]) -> list[Task]:
         """Cut the ranges now and return the tasks that read them."""
-        spans = list(spans)
+        spans = plan.without_gaps(spans, self.gaps())
         found = self.cut(spans)
         pieces = (piece for span in spans for piece in plan.cut_up(span, found.at.get(span.key, ())))
         return self.as_tasks(plan.shared(pieces, found.tasks))

@@ -115,7 +115,8 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         stamps = len(read.last)
         begins = begun(self._logs, read, bounds)
         is_new |= len(read.last) < stamps
-        spans = plan.wanted(begins, self._there(bounds))  # a partition that is shorter than its read offset waits
+        begins, there = plan.up_to_gaps(begins, self._there(bounds), self._logs.gaps())
+        spans = plan.wanted(begins, there)  # a partition that is shorter than its read offset waits
         # Save now where a broker begins, and that another topic was accepted: a later plan would decide otherwise.
         if not is_new:
             if not spans and read.offsets == before:
@@ -279,6 +280,8 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             at = next((name for name in now if have_one_address(name, broker)), None)
             if identity in known:
                 names[broker] = known[identity]
+            elif identity and at is not None and identity in self._logs.brokers[at].ancestors():
+                names[broker] = at  # it was put back and forked: no offset has been given to another record
             elif identity and at is not None:
                 raise ReplacedError(at, identity, now[at])
             elif at is None and self._logs.away:  # it may be one of the brokers that are away

@@ -46,7 +46,7 @@ from kmq.message import record
 from kmq.spark.source import batches, columns
 from kmq.spark.source.brokers import Broker, open_broker
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.source.plan import LEAST_BYTES, MOST_TASKS, OffsetSpan
+from kmq.spark.source.plan import LEAST_BYTES, MOST_TASKS, OffsetSpan, without_gaps
 from kmq.spark.sql.shell import GROUPS_VIEW, Engine, GroupRow, QueryResult, Views, group_rows, unknown_topic
 
 SETTINGS = ("memory_limit", "threads", "temp_directory")  # that --conf may give
@@ -255,7 +255,9 @@ def _all_spans(options: ReadOptions) -> Iterator[tuple[Broker, OffsetSpan]]:
         bounds = broker.bounds([topic for topic in there if options.wants(topic)])
         for (topic, partition), (first, end) in sorted(bounds.items()):
             if first < end:
-                yield broker, OffsetSpan((name, topic, partition), first, end)
+                span = OffsetSpan((name, topic, partition), first, end)
+                for part in without_gaps([span], {span.key: broker.gaps.get((topic, partition), ())}):
+                    yield broker, part
 
 
 def narrowed(broker: Broker, span: OffsetSpan, condition: Any) -> Iterator[OffsetSpan]:

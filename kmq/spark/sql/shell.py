@@ -140,7 +140,7 @@ def _rows_of(broker: Broker) -> Iterator[GroupRow]:
         if end is None:
             continue
         at = datetime.fromtimestamp(last.ts, UTC)
-        lag, _ = partition_lag((first, end), last.offset, waiting[group].get(place, ()))
+        lag, _ = partition_lag((first, end), last.offset, waiting[group].get(place, ()), broker.gaps.get(place, ()))
         yield GroupRow(
             group, *place, last.offset, end, lag, last.member, last.generation, last.metadata, at, broker.name
         )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from kmq.errors import KmqError, RetryError
-from kmq.log import reader
+from kmq.log import gaps, reader
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.spark.connections import PLAIN, Access, ReplacedError
@@ -152,7 +152,9 @@ def ends_seen(last: Mapping[str, Any]) -> dict[Key, int]:
 
 
 def _partition(key: Key, offset: int, first: int | None, latest: int | None, broker: Broker | None) -> dict[str, Any]:
-    lag = None if latest is None else max(0, latest - max(offset, first or 0))
+    found = broker.gaps.get(key[1:], ()) if broker else ()
+    begin = max(offset, first or 0)
+    lag = None if latest is None else max(0, latest - begin - gaps.count(found, begin, latest))
     return {
         **{"broker": key[0], "topic": key[1], "partition": key[2], "offset": offset, "first": first, "latest": latest},
         "lag": lag,
