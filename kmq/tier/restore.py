@@ -4,11 +4,12 @@
     <data>/restoring/whole  written when it is complete; then its entries get their places, `id` as the last one
 
 Order       1 a claim in the old lineage, so that its broker writes nothing more   2 all objects of the rows in force
-            3 the router's own recovery, which rebuilds every queue from the WAL    4 commits of the new lineage, by which
-            it can itself be restored   5 `begins successor=…` in the old one       6 `whole`, and the places
+            3 the router's own recovery, which rebuilds every queue from the WAL    4 a fork (kmq/router/fork.py)
+            5 commits of the new lineage, by which it can itself be restored        6 `begins successor=…` in the old one
+            7 `whole`, and the places
 Invariant   What comes back is one state that the broker had: the WAL up to its last row, and tables and files as of it or
-            before. Every object is compared with its row. The directory gets a new id and lineage. `gateway.starts` goes
-            far ahead, because a life that comes again would give out names and producer ids again.
+            before. Every object is compared with its row. The broker may have acknowledged more after the last row, so
+            by the fork the directory gets a new id and lineage, and no seq, offset, name or producer id comes again.
 Crash       Without `whole` the next call begins anew; no stage starts in a directory that has `restoring` and no `id`.
             With it the next call puts the rest in place. A lineage that was claimed and not begun may be restored again.
 Drill       claims nothing and makes no commits: the living broker does not notice.
@@ -24,12 +25,13 @@ from typing import NamedTuple
 from kmq.config.settings import Settings
 from kmq.errors import CorruptError, DataExistsError, RetryError
 from kmq.files import give_up, make_directory, replace_file, sync_directory, sync_file
-from kmq.log import deletions, identity, segment, wal
+from kmq.log import deletions, gaps, identity, segment, wal
 from kmq.log.identity import RESTORING
 from kmq.log.index import IndexWriter
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.logfmt import Logger
+from kmq.router import fork as forking
 from kmq.router.queues import Queues
 from kmq.tier import objects
 from kmq.tier.commits import CommitLine, CommitLog, TierState, line, lineages
@@ -38,9 +40,7 @@ from kmq.tier.turn import DIRECTORY, Nonces, full_key
 
 _WHOLE = "whole"
 _MAY_BE_THERE = {RESTORING, "lost+found"}
-_COPIES = {deletions.NAME: deletions.COPY}  # files that lie there twice
-_STARTS = "gateway.starts"
-_LIVES = 1000  # lives of gateways that the copy may lack
+_COPIES = {deletions.NAME: deletions.COPY, gaps.NAME: gaps.COPY}  # files that lie there twice
 _WRITTEN_BYTES = 8 << 20  # between two calls of `progress`
 
 
@@ -138,7 +138,7 @@ class Restore:
         self._write_wal()
         for name, row in self._source.state.tables.items():
             self._write_segment(f"topics/{name}", row.number("base"), [row], by_seq=False)
-        self._recover()
+        self._recover_and_fork()
         if not is_drill:
             self._begin_lineage()
             self._source.commits.commit([line("begins", successor=self.id)], os.urandom(8).hex())
@@ -161,7 +161,7 @@ class Restore:
         for name in ("append", "topics"):
             os.mkdir(f"{self.path}/{name}")
         for name in ("id", "lineage"):
-            replace_file(f"{self.path}/{name}", f"{self.id}\n".encode())
+            replace_file(f"{self.path}/{name}", f"{self._source.lineage}\n".encode())
         replace_file(f"{self.path}/format", f"{identity.format_text(1, 1)}\n".encode())
         for name, row in self._source.state.files.items():
             path = f"{self.path}/{name}"
@@ -170,15 +170,6 @@ class Restore:
             replace_file(path, content)
             if name in _COPIES:
                 replace_file(f"{self.path}/{_COPIES[name]}", content)
-        self._skip_lives()
-
-    def _skip_lives(self) -> None:
-        path = f"{self.path}/{_STARTS}"
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                text = file.read().strip()
-            if text.isdigit():
-                replace_file(path, b"%d\n" % (int(text) + _LIVES))
 
     def _write_wal(self) -> None:
         """Write the rows of the WAL as segments, each with as many rows as KMQ_SEGMENT_BYTES takes."""
@@ -211,8 +202,8 @@ class Restore:
 
     # --- the broker's side -------------------------------------------------------------------------------------------
 
-    def _recover(self) -> None:
-        """Open the WAL and complete every queue from it, as each start does."""
+    def _recover_and_fork(self) -> None:
+        """Open the WAL and complete every queue from it, as each start does. Then fork."""
         limits = Limits.of(self._settings)
         log = Wal(self.path, _no_room, wal.torn_bytes(self._settings.ring_bytes), limits)
         log.close()
@@ -223,6 +214,8 @@ class Restore:
         queues.checkpoints.start()
         queues.settle()
         queues.logs.close()
+        made = forking.plan(self.path)._replace(id=self.id)
+        forking.carry_out(self.path, made, self._settings, self._log)
 
     def _begin_lineage(self) -> None:
         """Make the first commits of the new lineage: all rows in force, by the full keys of their objects."""

@@ -217,14 +217,14 @@ def test_a_kill_at_each_step_leaves_nothing_that_starts_and_the_next_restore_is_
 
 def test_a_restore_that_lost_its_claim_does_not_begin(data, place, tmp_path, monkeypatch):
     copy(data, place)
-    real = Restore._recover
+    real = Restore._recover_and_fork
 
     def recover(self):
         real(self)
-        monkeypatch.setattr(Restore, "_recover", real)
+        monkeypatch.setattr(Restore, "_recover_and_fork", real)
         restored(place, tmp_path / "winner")
 
-    monkeypatch.setattr(Restore, "_recover", recover)
+    monkeypatch.setattr(Restore, "_recover_and_fork", recover)
     with pytest.raises(FencedError):
         restored(place, tmp_path / "loser")
     assert not (tmp_path / "loser/id").exists() and queues(tmp_path / "winner") == queues(data)
