@@ -13,7 +13,7 @@ from kmq.config.settings import Settings, load
 from kmq.errors import BusyError, ConfigError, CorruptError
 from kmq.log import identity
 from kmq.logfmt import Logger
-from kmq.tier.restore import Restore, Source, age_s, check_target, find_source, settle
+from kmq.tier.restore import CopySource, Restore, age_s, check_target, find_source, settle
 from kmq.tier.store import Store, StoreError, open_store
 
 _LIVING_S = 3600.0  # a broker whose last commit is younger may still live
@@ -101,7 +101,7 @@ def restore_if_empty(settings: Settings, url: str, yes: bool = False) -> None:
         )
 
 
-def _restore(store: Store, found: Source, settings: Settings, is_drill: bool) -> None:
+def _restore(store: Store, found: CopySource, settings: Settings, is_drill: bool) -> None:
     with counting("restored {task.completed:,.0f} bytes") as progress:
         made = Restore(store, found, settings, Logger("restore"), progress)
         made.run(is_drill)
@@ -111,7 +111,7 @@ def _restore(store: Store, found: Source, settings: Settings, is_drill: bool) ->
     )
 
 
-def _ask(found: Source, yes: bool) -> None:
+def _ask(found: CopySource, yes: bool) -> None:
     """Ask if the broker that made the copy is gone, unless it has been silent for an hour."""
     if yes or age_s(found.state) > _LIVING_S:
         return
@@ -122,7 +122,7 @@ def _ask(found: Source, yes: bool) -> None:
     typer.confirm(f"{what}. Is it gone for good?", abort=True)
 
 
-def _said(found: Source) -> str:
+def _said(found: CopySource) -> str:
     state = found.state
     return (
         f"the store has the lineage {found.lineage} up to seq {state.wal_end - 1}, of {_time(found)}:"
@@ -130,7 +130,7 @@ def _said(found: Source) -> str:
     )
 
 
-def _time(found: Source) -> str:
+def _time(found: CopySource) -> str:
     return datetime.fromtimestamp(float(found.state.ts), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -44,7 +44,7 @@ _COPIES = {deletions.NAME: deletions.COPY, gaps.NAME: gaps.COPY}  # files that l
 _WRITTEN_BYTES = 8 << 20  # between two calls of `progress`
 
 
-class Source(NamedTuple):
+class CopySource(NamedTuple):
     """What a restore begins with: the lineage in the store, and what its commits say."""
 
     lineage: str
@@ -59,19 +59,19 @@ class Source(NamedTuple):
         return sum(row.number("bytes") for row in self.state.rows())
 
 
-def find_source(store: Store, lineage: str, writer: str) -> Source | None:
+def find_source(store: Store, lineage: str, writer: str) -> CopySource | None:
     """Return the lineage to restore, the only one without a successor; None if the store has none.
 
     Of a restore that was killed before it began its lineage the commits do not count.
 
     Raises CorruptError if there are several, or `lineage` is not there.
     """
-    found: list[Source] = []
-    known: dict[str, Source] = {}
+    found: list[CopySource] = []
+    known: dict[str, CopySource] = {}
     for name in [lineage] if lineage else lineages(store):
         commits = CommitLog(store, name, writer)
         if commits.read().number:
-            known[name] = Source(name, commits)
+            known[name] = CopySource(name, commits)
     for name, each in known.items():
         origin = known.get(each.state.origin)
         is_left_over = origin is not None and origin.state.successor != name
@@ -117,7 +117,7 @@ class Restore:
     """One restore, in its order. `progress` is called with the bytes that were written."""
 
     def __init__(
-        self, store: Store, source: Source, settings: Settings, log: Logger, progress: Callable[[int], object]
+        self, store: Store, source: CopySource, settings: Settings, log: Logger, progress: Callable[[int], object]
     ) -> None:
         self._store, self._source, self._settings, self._log, self._progress = store, source, settings, log, progress
         self.data = settings.data

@@ -598,6 +598,7 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     ingress = broker.page.rows["ingress"]
     ingress.certificate_until = ingress.disk_size = ingress.inodes_total = ingress.quota_limit = 1
     broker.page.rows["agent"].pid = broker.page.rows["replica"].pid = broker.page.rows["replica"].seq = 1
+    broker.page.rows["tier"].pid = 1
     broker.page.publish_followers([("c", {"ack_delay_us": 1})])
     broker.settings.intakes = parse_intakes("5140=app")
     data = broker.settings.data
