@@ -1,4 +1,4 @@
-"""`kmq tier …`: the copy of the WAL in KMQ_TIER: how far it is, what lies there, whether it is whole, who writes it."""
+"""`kmq tier …`: the copy of the WAL in KMQ_TIER, and a data directory that was put back from an older copy (`fork`)."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from kmq.tier.turn import DIRECTORY, Nonces, compare, full_key
 tier_app = typer.Typer(
     no_args_is_help=True,
     help="The copy of the WAL off this machine, in KMQ_TIER; and a data directory that was put back from a copy.",
-    epilog=examples("kmq tier status", "kmq tier ls", "kmq tier verify --deep"),
+    epilog=examples("kmq tier status", "kmq tier verify --deep", "kmq tier fork --dry-run"),
 )
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -83,6 +83,7 @@ def list_objects(as_json: _Json = False) -> None:
         print(json.dumps(rows))
         return
     made = table("what", "from", "to", ">bytes", ">stored", "key")
+    made.columns[-1].overflow = "fold"  # a key can be pasted whole
     for row in rows:
         made.add_row(row["what"], row["from"], row["to"], f"{row['bytes']:,}", f"{row['size']:,}", row["key"])
     Console(soft_wrap=True).print(made)
@@ -161,6 +162,7 @@ def fork(
     data: Annotated[str, typer.Option("--data", metavar="DIR", help="The data directory; default: KMQ_DATA.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Continue with a copy that was put back, and give no offset out twice.
 
@@ -189,6 +191,10 @@ def fork(
         if not is_wanted(what, dry_run, yes):
             return
         found = forking.carry_out(directory, made, settings, Logger("fork"))
+    if as_json:
+        partitions = [row._asdict() for row in found]
+        print(json.dumps({"id": made.id, "next_seq": made.next_seq, "partitions": partitions}))
+        return
     shown = table("topic", ">partition", ">records end at", ">goes on at")
     for row in found:
         shown.add_row(row.topic, str(row.partition), str(row.end_offset), str(row.next_offset))

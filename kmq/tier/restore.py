@@ -23,16 +23,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kmq.config.settings import Settings
-from kmq.errors import CorruptError, DataExistsError, RetryError
+from kmq.errors import CorruptError, DataExistsError
 from kmq.files import give_up, make_directory, replace_file, sync_directory, sync_file
-from kmq.log import deletions, gaps, identity, segment, wal
+from kmq.log import deletions, gaps, identity, segment
 from kmq.log.identity import RESTORING
 from kmq.log.index import IndexWriter
-from kmq.log.segment import Limits
-from kmq.log.wal import Wal
 from kmq.logfmt import Logger
-from kmq.router import fork as forking
-from kmq.router.queues import Queues
+from kmq.router import fork
 from kmq.tier import objects
 from kmq.tier.commits import CommitLine, CommitLog, TierState, line, lineages
 from kmq.tier.store import Store
@@ -138,7 +135,7 @@ class Restore:
         self._write_wal()
         for name, row in self._source.state.tables.items():
             self._write_segment(f"topics/{name}", row.number("base"), [row], by_seq=False)
-        self._recover_and_fork()
+        self._recover()
         if not is_drill:
             self._begin_lineage()
             self._source.commits.commit([line("begins", successor=self.id)], os.urandom(8).hex())
@@ -202,20 +199,11 @@ class Restore:
 
     # --- the broker's side -------------------------------------------------------------------------------------------
 
-    def _recover_and_fork(self) -> None:
-        """Open the WAL and complete every queue from it, as each start does. Then fork."""
-        limits = Limits.of(self._settings)
-        log = Wal(self.path, _no_room, wal.torn_bytes(self._settings.ring_bytes), limits)
-        log.close()
-        self.last_seq = log.last_seq
-        queues = Queues(self.path, _no_room, self._log, limits, are_recorded=True)
-        queues.recover(log.last_seq)
-        queues.make_topics()
-        queues.checkpoints.start()
-        queues.settle()
-        queues.logs.close()
-        made = forking.plan(self.path)._replace(id=self.id)
-        forking.carry_out(self.path, made, self._settings, self._log)
+    def _recover(self) -> None:
+        """Complete every queue from the WAL, and leave gaps, so that no offset that was acknowledged is given out again."""
+        made = fork.plan(self.path)._replace(id=self.id)
+        self.last_seq = made.last_seq
+        fork.carry_out(self.path, made, self._settings, self._log)
 
     def _begin_lineage(self) -> None:
         """Make the first commits of the new lineage: all rows in force, by the full keys of their objects."""
@@ -230,10 +218,6 @@ class Restore:
         commits.commit([*before, *rows], os.urandom(8).hex())
         cursor = f"{commits.state.number} {self.id}\n"
         replace_file(f"{self.path}/{DIRECTORY}/cursor", cursor.encode())
-
-
-def _no_room(path: str) -> None:
-    raise RetryError(f"{path}: the disk is full; make room, and run kmq restore again")
 
 
 def age_s(state: TierState) -> float:

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from fake_logger import FakeLogger
 from made_data import LETTERS, ORDERS, append, write_data
+from made_up import no_room
 from tier_stores import LyingStore
 
 from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError, DataExistsError, KmqError
 from kmq.log import checkpoint, identity, reader, wal
+from kmq.log.wal import Wal
 from kmq.repair import verify
+from kmq.router.queues import Queues
 from kmq.tier import restore as restore_module
 from kmq.tier.commits import FencedError
 from kmq.tier.restore import Restore, check_target, find_source, settle
@@ -217,14 +220,38 @@ def test_a_kill_at_each_step_leaves_nothing_that_starts_and_the_next_restore_is_
 
 def test_a_restore_that_lost_its_claim_does_not_begin(data, place, tmp_path, monkeypatch):
     copy(data, place)
-    real = Restore._recover_and_fork
+    real = Restore._recover
 
     def recover(self):
         real(self)
-        monkeypatch.setattr(Restore, "_recover_and_fork", real)
+        monkeypatch.setattr(Restore, "_recover", real)
         restored(place, tmp_path / "winner")
 
-    monkeypatch.setattr(Restore, "_recover_and_fork", recover)
+    monkeypatch.setattr(Restore, "_recover", recover)
     with pytest.raises(FencedError):
         restored(place, tmp_path / "loser")
     assert not (tmp_path / "loser/id").exists() and queues(tmp_path / "winner") == queues(data)
+
+
+def test_no_offset_and_no_seq_that_was_given_out_is_given_again(data, place, tmp_path):
+    copy(data, place)
+    path = str(tmp_path / "again")
+    restored(place, path)
+    ends = {at: state.end_offset for at, state in checkpoint.load(path)[1].items() if not at[0].startswith("__")}
+    assert len(ends) >= 4 and min(ends.values()) > 10**9
+    made = [Wal(path, no_room, 1 << 20), Queues(path, no_room, FakeLogger()), wal.last_numbered(path)[0] + 1]
+    assert made[2] > 10**9
+    made[1].recover(made[0].last_seq)
+    append(made, [b"orders.k1|0|1|new", b"young|0|1|of a topic that is made later"])
+    made[0].close()
+    made[1].close()
+    again = copy(path, place)
+    assert again.copied == made[2] - 1
+    found = reader.partition(path, "young", 0)
+    assert found.first_offset > 10**9 and found.read(found.first_offset)[1].endswith(b"made later\n")
+    restored(place, tmp_path / "twice")
+    here, there = queues(path), queues(tmp_path / "twice")
+    assert here["append"] == there["append"] and {
+        name: each[0] for name, each in there.items() if name != "append"
+    } == {name: each[0] for name, each in here.items() if name != "append"}
+    assert verify.run(str(tmp_path / "twice"), [], False, False, lambda nbytes: None, 4 << 20).code == 0
