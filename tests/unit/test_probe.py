@@ -155,7 +155,8 @@ def test_a_question_that_is_none_is_answered_with_the_usage(environ, argv):
     done = ask(environ, *argv)
     assert (done.returncode, done.stdout) == (EXIT_CONFIG, "")
     assert (
-        done.stderr == "usage: python -m kmq.probe live|ready ingress|framer|durability|router|gateway|agent|replica\n"
+        done.stderr
+        == "usage: python -m kmq.probe live|ready ingress|framer|durability|router|gateway|agent|replica|tier\n"
     )
 
 
