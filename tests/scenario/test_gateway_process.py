@@ -136,12 +136,14 @@ def test_a_gateway_that_is_killed_comes_back_and_still_knows_what_was_stored(fix
         request = MESSAGES["ProduceRequest"](message_id="1", record=b"x")
         first = produce(request, wait_for_ready=True, timeout=30).offset
         broker.kill("gateway")
-        try:
-            again = produce(request, wait_for_ready=True, timeout=30)
-        except grpc.RpcError as err:  # it left before the break was seen: every client has to send again then
-            assert err.code() == grpc.StatusCode.UNAVAILABLE
-            again = produce(request, wait_for_ready=True, timeout=30)
-        assert again.offset == first
+
+        def again():
+            try:
+                return produce(request, wait_for_ready=True, timeout=30)
+            except grpc.RpcError as err:  # it left before the break was seen: every client has to send again then
+                assert err.code() == grpc.StatusCode.UNAVAILABLE
+
+        assert broker.wait(again, "an answer of the next gateway").offset == first
     assert broker.status()["gateway"]["restarts"] == "1"
 
 
