@@ -46,8 +46,7 @@ _PACKAGES = ("aiohttp", "grpcio", "posix_ipc", "prometheus_client", "pyspark", "
 _LOG = re.compile(r"kmq\.log(\.\d+)?")  # logs of the supervisor; <topic>.log in a data directory has payloads
 _OOM = ("out of memory", "oom-kill", "oom_kill", "killed process", "oom_reaper")
 # Messages about damage quote bytes from the damaged place, which may be part of a payload. The quote ends with the
-# line,
-# except in JSON.
+# line, except in JSON.
 _SNIPPET = re.compile(
     r"^(?!\{)(.*?(?:not an index line|not a range of seqs|damaged at byte \d+|a record of|holds):? b?\\?)['\"].*$", re.M
 )

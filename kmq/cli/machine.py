@@ -5,9 +5,8 @@
 Invariant   Nothing is changed, and no directory is created, except that `doorbells` removes doorbells that no broker
 can
             use any more. A port is tried by binding to it, never by a connection. The file for measuring has no name,
-            or
-            is removed at once, and has at most MOST_SYNCS blocks. If a disk hangs, the check gives up after WAIT_S and
-            leaves the child process that measures.
+            or is removed at once, and has at most MOST_SYNCS blocks. If a disk hangs, the check gives up after WAIT_S
+            and leaves the child process that measures.
 """
 
 import ctypes

@@ -37,8 +37,7 @@ def examples(*lines: str) -> str:
 
 # --- options ---------------------------------------------------------------------------------------------------------
 # Options of one purpose are one value: a parameter of a NamedTuple type becomes one option per field. So does a
-# parameter
-# of a TypedDict that declares the options of a pipeline (kmq/spark/pipelines/options.py).
+# parameter of a TypedDict that declares the options of a pipeline (kmq/spark/pipelines/options.py).
 
 
 def grouped(function: Callable[..., None]) -> Callable[..., None]:

@@ -351,10 +351,8 @@ def _check_repeat(stored: StoredTotals, last_id: int) -> None:
     """Warn that no line was new. Raises KmqError if fewer lines were given than were sent under this name before.
 
     A file that is sent again after a crash has no fewer lines, and that is a success: all of it is stored. Fewer lines
-    are
-    other lines, and would be lost. If there are as many other lines, the broker detects them: it knows the contents of
-    the
-    last ids.
+    are other lines, and would be lost. If there are as many other lines, the broker detects them: it knows the contents
+    of the last ids.
     """
     if stored.given < last_id:
         raise KmqError(

@@ -165,8 +165,7 @@ class Channel:
         """`receive` processes bytes, or raises Refused. `take` returns what to write now, given the time.
 
         Replies to a producer are short, and a buffer that malloc has to map for each read costs 20 µs. So `read_bytes`
-        is
-        small unless batches are read.
+        is small unless batches are read.
         """
         self._receive, self._take, self._read_bytes = receive, take, read_bytes
         self.attempts = 0  # to connect, since the broker last replied

@@ -17,9 +17,8 @@ has a
 Threads     One thread at a time uses a consumer. Callbacks run in that thread, inside poll, iteration and close;
 on_revoke
             may commit. The thread reads and writes the socket in its own calls, because a second thread that reads
-            while
-            the application computes would wait for the interpreter at every read. Meanwhile the next batch waits in the
-            socket. A background thread runs at least twice per session: it beats, reads replies, and reconnects.
+            while the application computes would wait for the interpreter at every read. Meanwhile the next batch waits
+            in the socket. A background thread runs at least twice per session: it beats, reads replies, and reconnects.
 Locking     One lock guards the core and the socket. No thread waits while holding it. Callbacks run without it.
 """
 
@@ -135,15 +134,12 @@ class Consumer(ConsumerCalls):
         """Pass each message to `handler` and commit handled messages, until `stop` is set or the consumer is closed.
 
         SIGTERM sets `stop` too, if this is the main thread and the signal has no other handler. Elsewhere a program
-        that
-        is sent SIGTERM must set `stop` itself: else it dies, and its partitions wait until its session has ended.
+        that is sent SIGTERM must set `stop` itself: else it dies, and its partitions wait until its session has ended.
 
         A message whose handler raises is retried at most `max_retries` times; other partitions are not held up. After
         that, or at once for kmq.Permanent or one of `permanent`, the message goes to the topic `dlq`; with None the
-        exception
-        ends the run. `producer` makes the producer for dead letters, given its window; default: port 5673 of the same
-        host,
-        over TLS 5443. A consumer at another port than 5674 or 5444 must pass `producer`.
+        exception ends the run. `producer` makes the producer for dead letters, given its window; default: port 5673 of
+        the same host, over TLS 5443. A consumer at another port than 5674 or 5444 must pass `producer`.
         """
         rules = Rules(max_retries, backoff, dlq, permanent)
         at_once(run_handler(self, handler, rules, producer or self._make_producer, stop))

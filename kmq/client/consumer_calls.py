@@ -444,8 +444,7 @@ def _report(offsets: dict[TopicPartition, int], error: KmqError | None) -> None:
 # A consumer without a group reads all partitions of its topics, and `latest` means their ends.
 #
 # `CONSUME <topic> from=latest` is answered by `!ok <topic>/<partition> offset=<end>` for each partition, and no record.
-# A
-# damaged partition may be missing or refused. It counts as a partition too: reading it reports the damage.
+# A damaged partition may be missing or refused. It counts as a partition too: reading it reports the damage.
 
 _DISCOVER_S = 10.0  # between two looks for new partitions
 _NOT_YET = frozenset({"unknown_topic", "not_found"})

@@ -16,8 +16,7 @@ Outage      The next connection opens with the same member name. A partition tha
 the
             last request continues at its position, if the group's offset is the one that this member committed last.
             All other partitions are lost and begin at the group's offset: another member may have read on, or an
-            operator
-            may have moved the group.
+            operator may have moved the group.
 Damage      A partition whose files are damaged is paused, with a log line; the others are read. It is requested again
 after
             `resume`, a seek, or on the next connection.
@@ -243,8 +242,7 @@ class ConsumerCore:
         """Request a batch unless a fetch is pending. `wait_s`: how long the application waits, 0 if it has records.
 
         A fetch of all partitions may wait longer than the application, which will call again: so an idle consumer sends
-        few
-        fetches. A fetch that names its partitions does not cover partitions that are resumed meanwhile, so it waits
+        few fetches. A fetch that names its partitions does not cover partitions that are resumed meanwhile, so it waits
         less.
         """
         if self.phase is not Phase.READING or self.fetch_until is not None or now < self.fetch_from:

@@ -9,8 +9,7 @@ If
             directory of its name, and where a directory above it was renamed to.
 Held        Files with unread bytes stay open, even while nothing can be sent, so a rotation that deletes them loses
             nothing. A renamed file is followed under its new name. A deleted file is released when it is read to its
-            end
-            and no process has it open for writing (a lease tells), or after LINGER_S if that cannot be told.
+            end and no process has it open for writing (a lease tells), or after LINGER_S if that cannot be told.
 Lost        The unread bytes of a file that is deleted or cut off are counted and reported, as far as its size was seen.
             If a file was deleted while no ship ran, its size is the one in the state, and more bytes may be lost.
 Inode       A new file may get the inode of a deleted one. At a start, a file that has another place than before, or had

@@ -11,8 +11,7 @@ Ids         A state has one producer name, made with it. Ids are numbers that on
 together)
             is planned before it is sent: which bytes of which files have which ids. So the broker's last id of the name
             tells how much of the plan is stored. (A name for each file would need a connection for each file, and an
-            entry
-            among KMQ_PRODUCERS with every rotation.)
+            entry among KMQ_PRODUCERS with every rotation.)
 Invariant   A line is sent only after a state with the line in its plan is on disk. The next plan is saved only after
 the
             whole round is acknowledged. So unacknowledged ids always belong to one plan: the one in the state.
@@ -22,8 +21,7 @@ lines
             lines again with the same ids. Of the machine: the state is replaced atomically and synced before a line is
             sent.
             If the broker has forgotten the name, lines of one round may be stored twice, and ship says so. If the
-            broker
-            has later ids than the state accounts for, the state is an old copy: ship ends with 65.
+            broker has later ids than the state accounts for, the state is an old copy: ship ends with 65.
 Locking     `<state>.lock` is held while ship runs. A second ship ends with 69 and names the holder.
 Memory      A round has at most _ROUND_BYTES plus the block that reaches that limit. finding.py bounds the rest.
 Not covered The broker refuses a line but stores later lines of the same round, for example because the topic is

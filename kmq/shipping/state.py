@@ -7,18 +7,12 @@
     crc32=0badcafe
 
 `next` is the id of the first line that is not acknowledged. The files are in the order in which their lines were sent.
-`mark`
-is a checksum of the bytes that were read; `head` is a checksum of the first bytes of a file of which nothing was read.
-`size`
-is the file's size at the last look. `real` is the file's location if it is not `path`, `dirs` are the inodes of the
-directories
-above it. `gone` means that no pattern matches the file any more. `origin` is the name that a file had when it was
-found; files
-with the same origin are read in the order of `born`. Version 1 has no head, size, dirs, born, gone, real and origin,
-and no
-row for a file of which nothing was read. Its first rows had no mark, and a checksum of the first line at the end of
-`file`.
-Version 1 is read, and written as version 2.
+`mark` is a checksum of the bytes that were read; `head` is a checksum of the first bytes of a file of which nothing was
+read. `size` is the file's size at the last look. `real` is the file's location if it is not `path`, `dirs` are the
+inodes of the directories above it. `gone` means that no pattern matches the file any more. `origin` is the name that a
+file had when it was found; files with the same origin are read in the order of `born`. Version 1 has no head, size,
+dirs, born, gone, real and origin, and no row for a file of which nothing was read. Its first rows had no mark, and a
+checksum of the first line at the end of `file`. Version 1 is read, and written as version 2.
 """
 
 import os

@@ -7,9 +7,8 @@ need the extra `spark` for the same Python (PYSPARK_PYTHON), or `spark.submit.py
 
 Stderr      of the JVM and of its Python workers is copied to ours, without tracebacks of workers whose JVM has closed
             their connection. The JVM closes it when a stream ends. A Unix socket, unlike TCP, reports that to the
-            worker
-            at once, and the worker prints it. Several workers share one stderr, so their tracebacks may interleave
-            line by line.
+            worker at once, and the worker prints it. Several workers share one stderr, so their tracebacks may
+            interleave line by line.
 Invariant   A line of any other error is never removed. In interleaved tracebacks it is unknown which line belongs to
             which. So they are removed together, and only if each of them is proven to be of a closed connection.
             Interleaved with any other error all of them are copied, in the order of arrival. A traceback is held back

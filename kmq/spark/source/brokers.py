@@ -18,8 +18,7 @@ Retries     Every request only reads. It is retried, with growing pauses, while 
             down or too busy, and reading resumes at the next offset. It fails only when nothing has arrived for
             kmq.patience: a restart of the gateway in the middle of a read goes unnoticed. A proxy's Retry-After only
             makes pauses within it longer. A Remote with a data id waits without a limit, and asks on each new
-            connection
-            for that id: records of another directory are never taken for those planned.
+            connection for that id: records of another directory are never taken for those planned.
 Damage      DamageError, as if the files were read here, after all records before the damage were handed out.
 Start       The planner of each stream is a fresh process. Modules that only some requests need are imported there.
 """

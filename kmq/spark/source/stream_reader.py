@@ -99,9 +99,8 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         before = dict(read.offsets)
         if self._group is not None and start != self._initial:
             # Spark plans a batch only when the previous one has finished. So the last batch is committed here too, if
-            # another
-            # plan follows: with AvailableNow, or after a restart. kmq/spark/streaming/listener.py covers the other
-            # cases.
+            # another plan follows: with AvailableNow, or after a restart. kmq/spark/streaming/listener.py covers the
+            # other cases.
             self._group.commit({key: at for key, at in before.items() if key[0] in identities})
         known = {key: (0, at) for key, at in before.items() if key[0] not in identities}  # brokers that are away
         is_new = self._begin_late(position, read, identities, bounds)

@@ -7,9 +7,8 @@ with the Arrow batches that a task of Spark would read.
 
 Invariant   A statement only reads. It is a SELECT (or FROM, VALUES, DESCRIBE, SHOW, SUMMARIZE, EXPLAIN, PIVOT), or it
             makes or drops a view. DuckDB itself has no access to files, network, extensions and variables of Python,
-            and
-            its settings are locked: it refuses a function such as read_text.
-            All scans of a statement see the same records.
+            and its settings are locked: it refuses a function such as read_text. All scans of a statement see the same
+            records.
 Filters     A range of offsets is skipped if Arrow can prove from its first and last offset (and time, if the filter has
             one) that no record passes. The records of other ranges are filtered one by one.
 Memory      One batch of a scan at a time, about 1 MiB of lines. DuckDB's own memory for sorting, joining and grouping

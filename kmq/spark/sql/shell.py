@@ -7,8 +7,7 @@ sees the records that are durable when it begins. Only topics that it names are 
 
 `__consumer_offsets` is a table: the offsets of each consumer group, a row for each partition. The records of that topic
 are read here, not by an engine: only the last record of each key counts, and few bytes are left of them. Partitions
-that
-no longer exist are left out, as in `kmq groups describe`.
+that no longer exist are left out, as in `kmq groups describe`.
 
 This module has what both engines share. spark_engine.py and duckdb_engine.py each make an Engine; neither needs the
 other's packages.

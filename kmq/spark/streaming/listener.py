@@ -12,8 +12,7 @@ Commits     of queries with option groupId, where the source cannot commit in ti
 Spark
             asks for the next one (kmq/spark/source/group.py). That never happens after `query.stop()` and with
             Trigger.Once, and happens an hour late with a trigger of an hour. So the listener commits a query that is
-            idle
-            for IDLE_S, and a query that has ended: only ends of batches that Spark has reported as finished.
+            idle for IDLE_S, and a query that has ended: only ends of batches that Spark has reported as finished.
 Memory      The last status of each running query; with a groupId also the end of its last batch.
 Cost        Two calls to the JVM for each batch, instead of the fifty that pyspark's own events take. With a groupId, a
             commit after each batch that is not soon followed by another one.
