@@ -132,32 +132,32 @@ class CopyProcess:
     def _stand(self, problem: str, err: Exception) -> float:
         """Say why nothing is copied, once; begin anew with the claim at the next look. Return how long to wait."""
         self._copier = None
-        if self._say(f"{problem}: {err}"):
+        is_news = self._say(f"{problem}: {err}")
+        self._row.standing = TIER_PROBLEMS.index(problem)
+        if is_news:
             effect = "nothing is copied to KMQ_TIER; it looks again each minute"
             self._log.error("tier_stands", problem=problem, reason=err, effect=effect)
-        self._row.standing = TIER_PROBLEMS.index(problem)
         return _LOOK_S
 
     def _store_is_away(self, words: str) -> None:
+        self._say(f"away: {words}", is_away=True)
         if not self._row.failing_since:
             self._row.failing_since = time.monotonic_ns()
             self._log.warn("tier_store_away", reason=words, effect="copying waits; nothing else does")
-        self._say(f"away: {words}", is_standing=False)
 
-    def _say(self, words: str, is_standing: bool = True) -> bool:
-        """Write tier/status, which `kmq tier status` shows. Return True if it is news."""
-        if is_standing:
-            if self._row.failing_since:
-                self._log.info("tier_store_back")
-            self._row.failing_since = 0
-            if not words:
-                self._row.standing = 0
+    def _say(self, words: str, is_away: bool = False) -> bool:
+        """Write tier/status, which `kmq tier status` shows, before the log says so. Return True if it is news."""
         words = " ".join(words.split())[:_MOST_WORDS]
-        if words == self._words:
-            return False
-        self._words = words
-        replace_file(f"{self._settings.data}/{DIRECTORY}/status", f"{words}\n".encode())
-        return True
+        is_news = words != self._words
+        if is_news:
+            self._words = words
+            replace_file(f"{self._settings.data}/{DIRECTORY}/status", f"{words}\n".encode())
+        if not words:
+            self._row.standing = 0
+        if not is_away and self._row.failing_since:
+            self._row.failing_since = 0
+            self._log.info("tier_store_back")
+        return is_news
 
     def _note_oldest(self) -> None:
         """Note when the oldest record was received that is on disk and not in the store."""

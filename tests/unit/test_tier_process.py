@@ -78,9 +78,10 @@ def alone(tmp_path, monkeypatch):
 def test_it_copies_says_so_and_ends_when_it_is_told(alone):
     alone.start()
     until(alone.is_copied, "all is copied", alone.log)
+    until(lambda: "router.ckpt" in alone.kmq("tier", "ls", "--json").stdout, "the small files too", alone.log)
     shown = json.loads(alone.kmq("tier", "status", "--json").stdout)
     assert (shown["last_seq"], shown["problem"], shown["first_seq"]) == (200, "", 1)
-    assert "wal" in alone.kmq("tier", "ls").stdout and "router.ckpt" in alone.kmq("tier", "ls", "--json").stdout
+    assert "wal" in alone.kmq("tier", "ls").stdout
     assert alone.kmq("tier", "verify", "--deep").exit_code == 0
     assert alone.end() == 0 and alone.row().state_name == "stopped" and "event=stopped" in alone.log()
     next(alone.store.glob("*/wal/*.gz")).unlink()
@@ -92,7 +93,7 @@ def test_a_store_that_is_away_is_waited_for(alone):
     alone.store.write_text("a file in the place of the directory")
     alone.start()
     until(lambda: "event=tier_store_away" in alone.log(), "it says so", alone.log)
-    assert alone.row().failing_since and alone.process.poll() is None
+    assert alone.row().failing_since and alone.process.poll() is None  # the log comes last
     assert (Path(alone.data) / "tier/status").read_text().startswith("away: ")
     alone.store.unlink()
     until(alone.is_copied, "all is copied", alone.log)
