@@ -25,6 +25,8 @@ from kmq.config.settings import load
 from kmq.errors import EXIT_RETRY
 from kmq.log import topics
 
+pytestmark = pytest.mark.sampled(0.6, group="file")  # they share nothing: each run takes a part of them
+
 NAMES = ("a", "b", "c")
 
 

@@ -22,6 +22,8 @@ from kmq.access import tokens
 from kmq.broker.health import is_process
 from kmq.gateway.grpc.schema import PODBUS
 
+pytestmark = pytest.mark.sampled(0.6, group="file")  # they share nothing: each run takes a part of them
+
 ROOT = Path(__file__).resolve().parents[2]
 MESSAGES = PODBUS.messages
 CONFIG = 78

@@ -16,6 +16,8 @@ from kio.schema.errors import ErrorCode
 
 from kmq.config.values import MIB
 
+pytestmark = pytest.mark.sampled(0.6, group="file")  # they share nothing: each run takes a part of them
+
 INIT, TRANSACTIONS = 22, "kmq.gateway.kafka.transactions"
 SMALL = {"RB_SLOTS": 1024, "RB_BYTES": 256 << 10, "KMQ_MAX_LINE": 64 << 10}  # little is on the way, and kept room for
 

@@ -24,6 +24,8 @@ from kmq.spark.tables import base
 from kmq.spark.tables.base import BoundStream
 from kmq.spark.tables.stores import TableDirectory
 
+pytestmark = pytest.mark.sampled(0.6, group="file")  # they share nothing: each run takes a part of them
+
 SCHEMA = "n bigint, user string"
 OTHER = "topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key string, value_text string"
 

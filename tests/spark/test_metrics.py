@@ -21,6 +21,8 @@ from kmq.spark.pipelines import metrics
 from kmq.spark.pipelines.metrics import READ, measure
 from kmq.spark.streaming.checkpoint import LateError
 
+pytestmark = pytest.mark.sampled(0.6, group="file")  # they share nothing: each run takes a part of them
+
 START = datetime(2026, 11, 21, 10, 0, tzinfo=UTC)
 
 

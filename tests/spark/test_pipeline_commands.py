@@ -29,7 +29,10 @@ from kmq.spark import register
 from kmq.spark.streaming import streams
 from kmq.spark.streaming.streams import Progress
 
-pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
+pytestmark = [
+    pytest.mark.timeout(2 * PATIENCE_S),
+    pytest.mark.sampled(0.6, group="file"),  # they share nothing: each run takes a part of them
+]
 
 # For JVMs that live for seconds.
 QUICK = "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"

@@ -11,6 +11,8 @@ from kmq.deadletters import redrive as rules
 from kmq.errors import ConfigError
 from kmq.spark.pipelines import redrive
 
+pytestmark = pytest.mark.sampled(0.6, group="file")  # they share nothing: each run takes a part of them
+
 FIRST = 2  # seq of the first message: record 1 is the declaration of a topic
 
 

@@ -16,6 +16,8 @@ from kmq.message.routing import key_behind, resolve
 from kmq.repair import verify
 from kmq.spark.pipelines import route
 
+pytestmark = pytest.mark.sampled(0.6, group="file")  # they share nothing: each run takes a part of them
+
 DECLARED = {"orders": 4, "orders.eu": 2, "jobs": 1}
 
 
