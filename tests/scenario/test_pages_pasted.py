@@ -23,6 +23,12 @@ MARKED = {
     "docs/kubernetes-repair.md": {"needs a cluster": 1, "tests/unit/test_kubernetes_page.py renders it": 1},
     "docs/kubernetes-volume.md": {"needs a cluster": 2, "tests/unit/test_kubernetes_page.py renders it": 1},
     "docs/replicated-cluster-kubernetes.md": {"needs a cluster": 1},
+    "docs/tier.md": {
+        "a broker of its own": 1,
+        "needs a bucket": 1,
+        "needs a broker with a copy": 1,
+        "needs a broker with a copy that is gone": 1,
+    },
     "docs/performance.md": {"takes minutes, and what it prints depends on the machine": 1},
     "docs/spark-writing.md": {
         "needs a broker with certificates; tests/spark/test_pipelines_tls.py runs it": 1,
