@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kmq.broker.stats import TIER
-from kmq.cli.output import examples, existing_data, is_wanted, table
-from kmq.config import terminal
+from kmq.cli.output import examples, existing_data, is_wanted, print_table, table
 from kmq.config.settings import Settings, load
 from kmq.errors import EXIT_FAILED, ConfigError
 from kmq.log import identity
@@ -195,12 +194,10 @@ def fork(
         partitions = [row._asdict() for row in found]
         print(json.dumps({"id": made.id, "next_seq": made.next_seq, "partitions": partitions}))
         return
-    shown = table("topic", ">partition", ">records end at", ">goes on at")
-    for row in found:
-        shown.add_row(row.topic, str(row.partition), str(row.end_offset), str(row.next_offset))
     print(f"{directory}: forked; its id and lineage are {made.id}, its next seq is {made.next_seq}")
     if found:
-        terminal.console().print(shown)
+        columns = "topic", ">partition", ">records end at", ">goes on at"
+        print_table(columns, ([row.topic, *map(str, row[1:])] for row in found))
 
 
 def add_to(app: typer.Typer) -> None:

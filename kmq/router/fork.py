@@ -165,4 +165,4 @@ def _leave_gaps(data: str, settings: Settings, last_stored: int, logger: Logger)
 
 
 def _no_room(path: str) -> None:
-    raise RetryError(f"{path}: the disk is full; make room, and run kmq tier fork --yes again")
+    raise RetryError(f"{path}: the disk is full; make room, and run the command again")

@@ -1,6 +1,6 @@
 """Objects: stored lines as gzip members, one after the other. `zcat` of an object is what the file has.
 
-    aws s3 cp s3://bucket/kmq/5c1f…/wal/1-9001.3.d20f.log.gz - | zcat | awk -F'|' '$3 == "orders"'
+    aws s3 cp s3://bucket/kmq/5c1f…/wal/1-9001.3.d20f.log.gz - | zcat | awk -F'|' '$3 ~ /^orders/'
 
     pack([lines, more lines])  → Packed(content, size of the lines, their last line)
     unpack(pieces of content)  → the lines, in pieces

@@ -75,8 +75,10 @@ class SmallFiles(NamedTuple):
     known: int
 
     @classmethod
-    def of(cls, data: str) -> "SmallFiles":
-        names = [*FILES, *NAMED, *(f"topics/{name}/topic.toml" for name in topics.names(data))]
+    def of(cls, data: str, are_all: bool) -> "SmallFiles":
+        """Read the two checkpoints, or all small files."""
+        more = [*FILES[2:], *NAMED, *(f"topics/{name}/topic.toml" for name in topics.names(data))] if are_all else []
+        names = [*FILES[:2], *more]
         contents = {name: content for name in names if (content := _content(f"{data}/{name}")) is not None}
         firsts = (contents.get(name, b"0").split(b"\n")[0].split(b"|")[0] for name in FILES[:2])
         return cls(contents, *(int(first) if first.isdigit() else 0 for first in firsts))
@@ -166,12 +168,14 @@ class Copier:
             self.claim()
         self.commits.catch_up()
         self.commits.check_claim()
-        found = SmallFiles.of(self.data)
+        are_due = time.monotonic() - self._files_at >= _FILES_S or FILES[0] not in self.commits.state.files
+        found = SmallFiles.of(self.data, are_due)
         high = self._options.durable()
         self._copy_wal(high)
         if self.copied >= max(found.routed, found.known):
             self._copy_tables(found)
-            self._copy_files(found)
+            if are_due:
+                self._copy_files(found)
             self._drop_wal()
         self._delete_dropped()
         self.commits.write_state()
@@ -288,13 +292,14 @@ class Copier:
     # --- small files -------------------------------------------------------------------------------------------------
 
     def _copy_files(self, found: SmallFiles) -> None:
-        state, now = self.commits.state, time.monotonic()
-        if now - self._files_at < _FILES_S and FILES[0] in state.files:
-            return
-        rows = [self._file(name, content, found) for name, content in found.contents.items()]
-        rows += [line("drop", name, why="deleted") for name in state.files if name not in found.contents]
-        if changed := [row for row in rows if row is not None]:
-            self._commit(*changed)
+        now, rows = time.monotonic(), []
+        for name, content in found.contents.items():
+            if (row := self._file(name, content, found)) is not None:
+                rows.append(row)
+                self._rest(len(content))
+        rows += [line("drop", name, why="deleted") for name in self.commits.state.files if name not in found.contents]
+        if rows:
+            self._commit(*rows)
         self._files_at = now
 
     def _changed(self, names: tuple[str, ...]) -> list[CommitLine]:
@@ -309,7 +314,6 @@ class Copier:
         before, crc = self.commits.state.files.get(name), zlib.crc32(content)
         if before is not None and (before.number("crc"), before.number("bytes")) == (crc, len(content)):
             return None
-        self._rest(len(content))
         made = self._upload(
             f"{self._key('files/' + str(self.commits.state.number + 1))}/{name}", objects.pack_file(content)
         )
@@ -317,9 +321,11 @@ class Copier:
 
     def _rest(self, nbytes: int) -> None:
         """Wait as KMQ_TIER_RATE says; the WAL never waits."""
+        until = time.monotonic() + (nbytes / self._options.rate if self._options.rate else 0.0)
         self._options.progress(0)
-        if self._options.rate:
-            time.sleep(nbytes / self._options.rate)
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))
+            self._options.progress(0)  # a long wait is no request that hangs
 
     # --- what is not needed any more ---------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """One turn of the copy: what goes up, in which order, and what a kill, a lie or another directory changes."""
 
 import gzip
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -269,3 +270,20 @@ def test_a_wal_that_went_before_it_was_copied_leaves_a_hole_that_is_named(tmp_pa
     copier(data, place).turn()
     assert [row.number("first") for row in state(place, data).wal][-1] == int(segments[1].stem)
     assert state(place, data).wal_end == 501
+
+
+def test_the_rate_holds_up_small_files_only_and_says_that_it_is_at_work(data, place, monkeypatch):
+    """The lines of the WAL go up with what explains their holes, at once, however large that is."""
+    Path(data, "quarantine").mkdir(exist_ok=True)
+    Path(data, "quarantine/log").write_bytes(b"x" * 1_000_000)
+    slept, said = [], []
+    monkeypatch.setattr("kmq.tier.turn.time.sleep", slept.append)
+    clock = itertools.count(1000.0, 0.25)
+    monkeypatch.setattr("kmq.tier.turn.time.monotonic", lambda: next(clock))
+    high = wal.last_stored(str(data))[0]
+    copying = Copier(str(data), place, FakeLogger(), TurnOptions(1 << 26, 100, lambda: high, said.append))
+    copying.claim()
+    copying._copy_wal(high)
+    assert copying.copied == high and not slept
+    copying._rest(1000)  # 10 s at this rate
+    assert max(slept) <= 1.0 and len(slept) > 5 and said.count(0) > len(slept)
