@@ -14,12 +14,11 @@ Crash       Each file is replaced atomically. The first file counts; if it is mi
 import contextlib
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from kmq.errors import CorruptError
 from kmq.files import replace_file, sync_directory
+from kmq.log import twins
 from kmq.message import record
 from kmq.message.routing import Topic, lives
 
@@ -42,29 +41,13 @@ class Deletion:
 
 def read(data: str) -> list[Deletion]:
     """Return all deletions, the oldest first. Raises CorruptError if both files are damaged."""
-    faults = []
-    for name in (NAME, COPY):
-        try:
-            with open(f"{data}/{name}", "rb") as file:
-                return _parse(file.read())
-        except FileNotFoundError:
-            continue
-        except ValueError as err:
-            faults.append(f"{data}/{name}: {err}")
-    if faults:
-        raise CorruptError(
-            f"{faults[0]}; restore it, or run kmq verify --repair, which gives up the list of deleted topics"
-        )
-    return []
+    advice = "restore it, or run kmq verify --repair, which gives up the list of deleted topics"
+    return twins.read(data, (NAME, COPY), _parse, advice)
 
 
-def _parse(content: bytes) -> list[Deletion]:
-    """Return the deletions in a file's content. Raises ValueError if it is damaged."""
-    body = content[: content.rfind(b"\n", 0, -1) + 1]
-    if content != b"%bcrc32|%d\n" % (body, zlib.crc32(body)):
-        raise ValueError("its crc does not match")
+def _parse(lines: list[str]) -> list[Deletion]:
     found = []
-    for line in body.decode("ascii").splitlines():
+    for line in lines:
         topic, from_seq, last_seq, ts, ends = line.split("|")
         found.append(Deletion(topic, int(from_seq), int(last_seq), ts, [int(end) for end in ends.split(",")]))
     return found
@@ -72,32 +55,12 @@ def _parse(content: bytes) -> list[Deletion]:
 
 def faults(data: str) -> dict[str, str]:
     """Return which of the two files is wrong, and why."""
-    contents = {name: _content(f"{data}/{name}") for name in (NAME, COPY)}
-    found = {}
-    for name, content in contents.items():
-        try:
-            if content is not None:
-                _parse(content)
-        except ValueError as err:
-            found[name] = str(err)
-    if not found and contents[NAME] != contents[COPY]:
-        name = NAME if contents[NAME] is None else COPY
-        found[name] = "is missing" if contents[name] is None else f"differs from {NAME}"
-    return found
-
-
-def _content(path: str) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
+    return twins.faults(data, (NAME, COPY), _parse)
 
 
 def write(data: str, deletions: Sequence[Deletion], do: Callable[[str, Callable[[], object]], object]) -> None:
     """Write both files to disk. `do` runs an action that may find the disk full."""
-    body = "".join(deletion.line() for deletion in deletions).encode()
-    content = b"%bcrc32|%d\n" % (body, zlib.crc32(body))
+    content = twins.seal("".join(deletion.line() for deletion in deletions).encode())
     for path in (f"{data}/{NAME}", f"{data}/{COPY}"):
         do(path, lambda path=path: replace_file(path, content))  # type: ignore[misc]
 

@@ -24,14 +24,12 @@ Not covered A segment before a gap that loses its end together with `tier`: the 
 
 import os
 import re
-import zlib
 from collections import namedtuple
 from collections.abc import Sequence
 from itertools import pairwise
 
-from kmq.errors import CorruptError
 from kmq.files import replace_file
-from kmq.log import dropped, index
+from kmq.log import dropped, index, twins
 
 NAME = "restored"
 COPY = "topics/.restored"
@@ -56,52 +54,23 @@ Forks = tuple[Fork, ...]
 
 def forks(data: str) -> Forks:
     """Return the forks of a data directory, the oldest first. Raises CorruptError if both copies are damaged."""
-    faults = []
-    for name in (NAME, COPY):
-        try:
-            with open(f"{data}/{name}", "rb") as file:
-                return _parse(file.read())
-        except FileNotFoundError:
-            continue
-        except ValueError as err:
-            faults.append(f"{data}/{name}: {err}")
-    if faults:
-        raise CorruptError(f"{faults[0]}; restore it: it says which offsets were given out before a fork")
-    return ()
+    advice = "restore it: it says which offsets were given out before a fork"
+    return twins.read(data, (NAME, COPY), _parse, advice)
 
 
-def _parse(content: bytes) -> Forks:
-    """Return the forks in a file's content. Raises ValueError if it is damaged."""
-    body = content[: content.rfind(b"\n", 0, -1) + 1]
-    if content != b"%bcrc32|%d\n" % (body, zlib.crc32(body)):
-        raise ValueError("its crc does not match")
-    rows = (line.split("|") for line in body.decode("ascii").splitlines())
+def _parse(lines: list[str]) -> Forks:
+    rows = (line.split("|") for line in lines)
     return tuple(Fork(int(seq), int(offset), ts, of) for seq, offset, ts, of in rows)
 
 
 def faults(data: str) -> dict[str, str]:
     """Return which of the two copies of `restored` is wrong, and why."""
-    contents: dict[str, bytes | None] = {}
-    found: dict[str, str] = {}
-    for name in (NAME, COPY):
-        try:
-            with open(f"{data}/{name}", "rb") as file:
-                contents[name] = file.read()
-                _parse(contents[name] or b"")
-        except FileNotFoundError:
-            contents[name] = None
-        except ValueError as err:
-            found[name] = str(err)
-    if not found and contents[NAME] != contents[COPY]:
-        name = NAME if contents[NAME] is None else COPY
-        found[name] = "is missing" if contents[name] is None else f"differs from {NAME}"
-    return found
+    return twins.faults(data, (NAME, COPY), _parse)
 
 
 def write_forks(data: str, found: Sequence[Fork]) -> None:
     """Write both copies of `restored` to disk."""
-    body = "".join(f"{fork.seq}|{fork.offset}|{fork.ts}|{fork.of}\n" for fork in found).encode()
-    content = b"%bcrc32|%d\n" % (body, zlib.crc32(body))
+    content = twins.seal("".join(f"{fork.seq}|{fork.offset}|{fork.ts}|{fork.of}\n" for fork in found).encode())
     for name in (NAME, COPY):
         replace_file(f"{data}/{name}", content)
 
