@@ -15,6 +15,8 @@ from chaos.pod import STAGES, Pod
 from kmq.access import tokens
 from kmq.broker import stats
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 Make = Callable[..., Pod]
 Up = Callable[..., Broker]
 

@@ -32,6 +32,8 @@ from kmq.message.message import Message
 from kmq.message.text import decode_payload
 from kmq.sending.failures import Fenced
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 TOPICS = "/api/admin/topics"
 SMALL = {
     "RB_SLOTS": 64,

@@ -18,6 +18,8 @@ from kmq.message import record
 from kmq.spark.source import brokers
 from kmq.spark.source.brokers import Directory, Remote
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 LINES = [b"%b.k%d|%d|%d|%b" % ((b"a", b"b", b"c")[n % 3], n % 7, n, n, b"x" * (n * 37 % 300)) for n in range(3000)]
 DECLARED = {"a": 1, "b": 4, "empty": 3}
 

@@ -15,6 +15,8 @@ from waiting import until
 
 from kmq.broker import stats
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 ROOT = Path(__file__).resolve().parents[2]
 KIB = 1 << 10
 

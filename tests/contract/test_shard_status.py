@@ -217,7 +217,8 @@ def test_a_leader_that_is_left_alone_refuses_and_as_a_follower_says_nothing_of_i
     def follows():
         found = brokers.status("a")
         states = {each["name"]: each["state"] for each in found["stages"]}
-        return {states[name] for name in ("ingress", "framer", "gateway")} == {"following"} and found["ready"] and found
+        is_following = {states[name] for name in ("ingress", "framer", "gateway")} == {"following"}
+        return is_following and found["ready"] and found["kafka"] and found  # its door opens after it follows
 
     found = until(follows, "a follower in the ISR")
     assert "not_enough_replicas" not in [each["code"] for each in found["warnings"]], found["warnings"]

@@ -38,7 +38,7 @@ def without_order(monkeypatch):
             self.claim()
         self.commits.catch_up()
         self.commits.check_claim()
-        found = turn_module.SmallFiles.of(self.data)
+        found = turn_module.SmallFiles.of(self.data, True)
         self._copy_tables(found)
         self._copy_files(found)
         self._copy_wal(self._options.durable())

@@ -18,6 +18,8 @@ from browsers import Watched, chromium, http_base
 from consuls import free_ports
 from waiting import meanwhile
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 PAGES = ["#/overview", "#/topics", "#/topics/orders", "#/groups", "#/groups/billing", "#/letters", "#/health"]
 # Text and what it stands on, as the browser has computed them, of every element that has text of its own.
 _CONTRASTS = """() => {

@@ -15,6 +15,8 @@ from browsers import Watched, chromium, http_base
 
 from kmq.access import tokens
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 
 @pytest.fixture(scope="module")
 def browser():

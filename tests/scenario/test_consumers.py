@@ -20,6 +20,8 @@ import kmq
 from kmq.client.consumer_protocol import Phase
 from kmq.errors import ConfigError
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 HEADERS = [("trace", b"\xff;|\n"), ("trace", None), ("p", b"mine"), ("", b"")]
 
 

@@ -20,6 +20,8 @@ from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.access import BEFORE
 from kmq.gateway.kafka.wire import ErrorCode, Key
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 DEADLINE_S = 2.0
 MANY = min(5000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500)
 MOST = 1000  # connections of the port

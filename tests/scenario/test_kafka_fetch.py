@@ -33,6 +33,8 @@ from kmq.log import identity, reader
 from kmq.message import record
 from kmq.message.message import messages
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 SEGMENT = 64 << 10
 MANY = 3000
 numbers = count()

@@ -34,6 +34,8 @@ from waiting import collect, until
 import kmq
 from kmq.access import tokens
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 PARTITIONS = 4
 COMMIT, FETCH, JOIN, BEAT, LEAVE, SYNC = 8, 9, 11, 12, 13, 14
 DESCRIBE, LIST, DELETE, DELETE_OFFSETS = 15, 16, 42, 47

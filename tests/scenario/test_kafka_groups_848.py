@@ -36,6 +36,8 @@ from waiting import until
 
 from kmq.access import tokens
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 broker, group = classic.broker, classic.group
 METADATA, OFFSET_FETCH, DELETE_TOPICS, HEARTBEAT, DESCRIBE = 3, 9, 20, 68, 69
 NEW = {"group.protocol": "consumer", "enable.auto.commit": "false", "auto.offset.reset": "earliest"}

@@ -16,7 +16,7 @@ from kio.schema.errors import ErrorCode
 
 from kmq.config.values import MIB
 
-pytestmark = pytest.mark.sampled(0.6, group="file")  # they share nothing: each run takes a part of them
+pytestmark = pytest.mark.sampled(0.4, group="file")  # none needs another: each run takes a part
 
 INIT, TRANSACTIONS = 22, "kmq.gateway.kafka.transactions"
 SMALL = {"RB_SLOTS": 1024, "RB_BYTES": 256 << 10, "KMQ_MAX_LINE": 64 << 10}  # little is on the way, and kept room for

@@ -18,6 +18,8 @@ from kafka_transactions import Raw, address, committed, metadata_of, producer, s
 from kio.schema.errors import ErrorCode
 from waiting import attempts
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 INIT, PRODUCERS, DESCRIBE, LIST = 22, 61, 65, 66
 
 

@@ -24,6 +24,8 @@ from prometheuses import Prometheus
 from promtools import program
 from staged_series import FAULTS, HOURS, Recorded
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 MIB = 1 << 20
 QUOTA = 40 * MIB
 BALLAST = 16 * MIB  # beside the messages: less than half of the quota, so that nothing says it fills

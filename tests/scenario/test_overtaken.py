@@ -18,6 +18,8 @@ import kmq
 from kmq.wire import replies
 from kmq.wire.requests import TopicPartition
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 _numbers = count()
 END = "end"
 _LONGEST_MS = 60_000  # that a call of HTTP may wait

@@ -34,7 +34,7 @@ from kmq.spark.pipelines.archive import READ, dead_letters, enrich, with_text
 from kmq.spark.pipelines.payloads import infer, parse
 from kmq.spark.sink.lines import to_lines
 
-pytestmark = pytest.mark.sampled(0.6, group="file")  # they share nothing: each run takes a part of them
+pytestmark = pytest.mark.sampled(0.4, group="file")  # none needs another: each run takes a part
 
 SCHEMA = "price double, user string, tags array<int>, at struct<x:int>, id bigint"
 DRIVER = Path(__file__).with_name("archive_driver.py")

@@ -22,6 +22,8 @@ from kmq.spark.audit.auditor import audit_task
 from kmq.spark.audit.findings import FINDINGS, NOTES
 from kmq.spark.audit.snapshot import plan, sources
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 COUNT = 600
 MANY, ONE = 4096, 1 << 30  # bytes of a stretch
 

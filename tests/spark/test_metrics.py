@@ -21,7 +21,7 @@ from kmq.spark.pipelines import metrics
 from kmq.spark.pipelines.metrics import READ, measure
 from kmq.spark.streaming.checkpoint import LateError
 
-pytestmark = pytest.mark.sampled(0.6, group="file")  # they share nothing: each run takes a part of them
+pytestmark = pytest.mark.sampled(0.4, group="file")  # none needs another: each run takes a part
 
 START = datetime(2026, 11, 21, 10, 0, tzinfo=UTC)
 

@@ -17,6 +17,8 @@ from kmq.log import identity, topics
 from kmq.spark.pipelines import mirror
 from kmq.spark.source.brokers import Directory
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 START_S = 240.0  # deadline for a process with a session to have sent something, on a busy machine
 ODD = [b"", b"|", b"a|b", b"\xff\xfe", "é".encode(), b"%41", b" ", b"x" * 3000]
 

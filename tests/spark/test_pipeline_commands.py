@@ -31,7 +31,7 @@ from kmq.spark.streaming.streams import Progress
 
 pytestmark = [
     pytest.mark.timeout(2 * PATIENCE_S),
-    pytest.mark.sampled(0.6, group="file"),  # they share nothing: each run takes a part of them
+    pytest.mark.sampled(0.4, group="file"),  # none needs another: each run takes a part
 ]
 
 # For JVMs that live for seconds.

@@ -16,6 +16,8 @@ from writing import forget_last_commit, stream, writer
 
 from kmq.log import identity, topics
 
+pytestmark = pytest.mark.sampled(0.5, group="file")  # none needs another: each run takes a part
+
 COUNT = 8000  # more than the broker remembers the content of, in each Spark partition
 
 

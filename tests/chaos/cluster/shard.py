@@ -223,9 +223,9 @@ class Shard:
         """Kill a broker, and give it an empty directory: a new machine, which has nothing in its memory either."""
         self.kill(name)
         self.witness.look()
-        self.witness.forget(name)
         remove_shared_memory(self.brokers[name].instance)
         shutil.rmtree(self.brokers[name].data)
+        self.witness.forget(name)  # not before, or a look in between notes what is being removed
         self._sync(name)
 
     def _sync(self, name: str) -> None:
