@@ -221,6 +221,18 @@ class Clock:
         return self.now
 
 
+class Stop(threading.Event):
+    """What tells ship to stop. It waits for it after each look; before it is connected it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = 0
+
+    def wait(self, timeout=None):
+        self.waits += 1
+        return super().wait(timeout)
+
+
 @pytest.fixture
 def shipment(ship, monkeypatch):
     """A run of ship in this process, by a Clock; the test starts it."""
@@ -228,7 +240,7 @@ def shipment(ship, monkeypatch):
     for name in ship.broker.env:
         if name.startswith("KMQ_"):
             monkeypatch.setenv(name, ship.broker.env[name])
-    watched, stop = FollowedFiles([f"{ship.logs}/*.log"], set(), print), threading.Event()
+    watched, stop = FollowedFiles([f"{ship.logs}/*.log"], set(), print), Stop()
     return Shipment(
         *(str(ship.state), "", ship.topic, 1, watched, False, stop, Patience(str), open_producer), clock=Clock()
     )
@@ -247,9 +259,7 @@ def running(ship, shipment):
 
     thread.start()
     try:
-        ship.broker.wait(
-            lambda: work.clock.asked > 4, "the look after which it waits"
-        )  # it counts from when that began
+        ship.broker.wait(lambda: work.stop.waits > 0, "the look after which it waits")  # it counts from when that began
         yield work, end
     finally:
         work.ends_at = 0.0
