@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kmq.broker.ports import cannot_listen, listening
+from kmq.broker.ports import OPEN_AGAIN_S, cannot_listen, is_taken, listening, say_closed, say_opened
 from kmq.broker.stats import Incidents, Row, Strangers
 from kmq.config.intakes import MOST, is_among
 from kmq.config.values import KIB
@@ -96,6 +96,7 @@ class Door(NamedTuple):
     """One port. `name`: one of PORTS, as in the leader's addresses; `setting`: of its number; `speaks`: a protocol.
 
     `sources`: the networks that may connect; (): all. Checked here, because the leader sees our address.
+    `may_wait`: where another program uses its port, it stays closed, and is tried again; the others serve.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Door(NamedTuple):
     port: int
     speaks: str = OTHER
     sources: tuple[Any, ...] = ()
+    may_wait: bool = False
 
 
 class _SplicedEnd:
@@ -151,12 +153,13 @@ class FollowerDoors:
     ) -> None:
         """`leader`: the leader's addresses (host:port) by door; {}: not known, None: clients should look elsewhere.
 
-        `dead_s`: seconds after which a connection over a dead path is closed. Raises ConfigError.
+        `dead_s`: seconds after which a connection over a dead path is closed. Raises ConfigError if a port cannot be
+        opened, unless it is in use and its door may wait: then it is in `closed`.
         """
         self._dead_s = dead_s
         self._options: tuple[tuple[int, int, int | bytes], ...] = (*_OPTIONS, *_keepalive(dead_s))
         self._most, self._leader, self._row, self._clock = most, leader, row, clock
-        self._incidents = Incidents(log.warn)
+        self._log, self._incidents = log, Incidents(log.warn)
         self._strangers = Strangers(row, self._incidents)
         self._known = leader()
         self._changed_at = self._again_at = self._look_at = self._say_at = self._sweep_at = clock()
@@ -172,6 +175,9 @@ class FollowerDoors:
         self._piece = bytearray(_PIECE)
         self._view = memoryview(self._piece)
         self.ports: dict[str, int] = {}
+        self.closed: dict[str, Door] = {}  # doors whose ports another program uses
+        self._open_at = self._changed_at  # when they are tried next
+        self._pipes = ""  # where the files with the ports are
         try:
             for door in doors:
                 self._listen(door)
@@ -183,7 +189,14 @@ class FollowerDoors:
         try:
             found = listening(door.host, door.port)
         except OSError as err:
-            raise cannot_listen(door.setting, door.host, door.port, err) from err
+            if not (door.may_wait and is_taken(err)):
+                raise cannot_listen(door.setting, door.host, door.port, err) from err
+            self.closed[door.name] = door
+            say_closed(self._log, door.setting, door.port)
+        else:
+            self._accept_at(door, found)
+
+    def _accept_at(self, door: Door, found: list[socket.socket]) -> None:
         self.ports[door.name] = found[0].getsockname()[1]
         for sock in found:
             self._listeners[sock.fileno()] = sock, door
@@ -191,8 +204,29 @@ class FollowerDoors:
 
     def write_ports(self, pipes: str) -> None:
         """Write where the doors are to the files in which clients look for the ports."""
+        self._pipes = pipes
         for name, port in self.ports.items():
-            replace_file(f"{pipes}/{PORTS[name]}.port", b"%d\n" % port)
+            self._write_port(name, port)
+        for name in self.closed:  # of an earlier life: a client would find another program there
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{pipes}/{PORTS[name]}.port")
+
+    def _write_port(self, name: str, port: int) -> None:
+        replace_file(f"{self._pipes}/{PORTS[name]}.port", b"%d\n" % port)
+
+    def _open_closed(self, now: float) -> None:
+        """Open the ports that other programs have released."""
+        self._open_at = now + OPEN_AGAIN_S
+        for name, door in [*self.closed.items()]:
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                found = listening(door.host, door.port)
+                for sock in found:
+                    stack.callback(sock.close)
+                self._write_port(name, found[0].getsockname()[1])  # the disk may be full: then it is tried again
+                stack.pop_all()
+                self._accept_at(door, found)
+                del self.closed[name]
+                say_opened(self._log, door.setting, self.ports[name])
 
     def serve(self, is_over: Callable[[], bool]) -> None:
         """Splice until `is_over` returns True; then close everything at once."""
@@ -220,6 +254,8 @@ class FollowerDoors:
             for client in [client for client in self._refused if client.deadline <= now]:
                 self._drop(client)
             self._row.connections = len(self._clients)
+        if self.closed and now >= self._open_at:
+            self._open_closed(now)
         self._connect_waiting(now)
         if now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_S

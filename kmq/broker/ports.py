@@ -9,8 +9,10 @@ TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterable
 
     from kmq.config.settings import Settings
+    from kmq.logfmt import Logger
 
 _HOSTS = {  # setting of a port → setting of its address; every other port has KMQ_HOST
     "KMQ_METRICS_PORT": "KMQ_METRICS_HOST",
@@ -18,6 +20,7 @@ _HOSTS = {  # setting of a port → setting of its address; every other port has
     "KMQ_KAFKA_TLS_PORT": "KMQ_TLS_HOST",
 }
 BACKLOG = 1024
+OPEN_AGAIN_S = 2.0  # between two tries to open a port that another program uses
 # The gateway's ports. One bit of `doors_closed` of its row each, so a new one is appended.
 GATEWAY_DOORS = ("grpc", "http", "egress", "status", "kafka", "grpcs", "https", "egress_tls", "kafka_tls", "metrics")
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)  # used by another process, or only for root: the other ports may still serve
@@ -28,10 +31,25 @@ def is_taken(err: OSError) -> bool:
     return err.errno in _TAKEN
 
 
+def say_closed(log: "Logger", setting: str, port: int) -> None:
+    """Log that another program uses a port."""
+    log.warn("door_closed", setting=setting, port=port, effect="the other ports serve; it is tried again")
+
+
+def say_opened(log: "Logger", setting: str, port: int) -> None:
+    """Log that a port is open that another program had used."""
+    log.info("door_opened", setting=setting, port=port)
+
+
 def number_of(settings: "Settings", name: str) -> int:
     """Return the port of a door of the gateway, as the settings say; 0: any."""
     number: int = settings.kafka_number if name == "kafka" else getattr(settings, f"{name}_port")
     return number
+
+
+def mask_of(closed: "Iterable[str]") -> int:
+    """Return these doors of the gateway as the stats page shows them."""
+    return sum(1 << GATEWAY_DOORS.index(name) for name in closed)
 
 
 def closed_doors(mask: int) -> list[str]:

@@ -36,7 +36,7 @@ from aiohttp import web
 from kmq import files
 from kmq.access.tokens import Tokens
 from kmq.broker.door import CONSUMERS, HTTP, OTHER, Door, FollowerDoors
-from kmq.broker.ports import GATEWAY_DOORS, cannot_listen, is_taken, listening, number_of
+from kmq.broker.ports import OPEN_AGAIN_S, cannot_listen, is_taken, listening, number_of
 from kmq.broker.stats import Row, Strangers
 from kmq.broker.tls import Certificates
 from kmq.config.settings import Settings
@@ -60,7 +60,6 @@ _UNREAD_BYTES = 32 * MIB
 _BACKLOG = 1024
 _CONSUMERS_S = 1.0
 _BATCH = 64  # connections accepted in a row before the event loop continues
-_OPEN_AGAIN_S = 2.0  # until a port of another program is retried
 _PAUSE_S = 0.2  # after running out of descriptors, before the next accept
 _LONGEST_HANDSHAKE_S = 60.0
 _RESET = struct.pack("ii", 1, 0)
@@ -129,17 +128,12 @@ class Doors:
         """Retry ports that another program used. Returns those that are open now, name → number."""
         if not self.closed or now < self._open_at:
             return {}
-        self._open_at, opened = now + _OPEN_AGAIN_S, dict[str, int]()
+        self._open_at, opened = now + OPEN_AGAIN_S, dict[str, int]()
         for name, open_door in [*self.closed.items()]:
             with contextlib.suppress(OSError):
                 opened[name] = open_door()
                 del self.closed[name]
         return opened
-
-    @property
-    def closed_mask(self) -> int:
-        """Return the closed ports as the stats page shows them."""
-        return sum(1 << GATEWAY_DOORS.index(name) for name in self.closed)
 
     def close(self) -> None:
         """Accept no more connections; open connections stay."""
@@ -147,6 +141,7 @@ class Doors:
             asyncio.get_running_loop().remove_reader(door)
             door.close()
         self._doors.clear()
+        self.closed.clear()
         for task in self._shaking:
             task.cancel()
 
@@ -474,7 +469,10 @@ def _listen_at(
 def follower_doors(
     settings: Settings, row: Row, log: Logger, leader: Callable[[], dict[str, str] | None], has_kafka: bool = False
 ) -> FollowerDoors:
-    """Open the ports for clients, and pass connections on to the leader of the shard. Raises KmqError."""
+    """Open the ports for clients, and pass connections on to the leader of the shard. Raises KmqError.
+
+    A port that another program uses is in `closed` of what is returned.
+    """
     speaks = {"http": HTTP, "egress": CONSUMERS, "status": OTHER, "grpc": OTHER} | (
         {"kafka": OTHER} if has_kafka else {}
     )
@@ -483,7 +481,7 @@ def follower_doors(
         names += [(name, settings.tls_host) for name in ("https", "grpcs", "egress_tls")]
         names += [("kafka_tls", settings.tls_host)] if has_kafka else []
     doors = [
-        Door(name, f"KMQ_{name.upper()}_PORT", host, number_of(settings, name), speaks.get(name, OTHER))
+        Door(name, f"KMQ_{name.upper()}_PORT", host, number_of(settings, name), speaks.get(name, OTHER), may_wait=True)
         for name, host in names
     ]
     most = max(1, min(settings.connections, _MOST_CONSUMERS, files.claim() // 4))

@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from aiohttp import web
@@ -25,7 +26,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kmq.access.tokens import open_tokens
 from kmq.broker.overview import VerdictChanges
-from kmq.broker.ports import number_of
+from kmq.broker.ports import mask_of, number_of, say_closed, say_opened
 from kmq.broker.stats import STATES, Incidents, StatsPage, Strangers
 from kmq.broker.tls import certificates
 from kmq.config.settings import DRAIN_S, Settings
@@ -162,16 +163,19 @@ class Gateway:
     async def follow(self) -> None:
         """In a shard, pass clients to the leader until this broker leads, or a signal arrives. Health is our own."""
         self._begin()
-        if self._leads_or_ends():
+        if self._leads() or self.stopping.is_set():
             return
         metrics = await self._runner(monitoring(self.broker, self.requests, self.core.answers))
         passing = follower_doors(self.settings, self.row, self.log, self._leader, self.kafka is not None)
         opened = passing.ports | listen_metrics(metrics.server, self.doors, self.settings)
-        self.row.port, self.row.kafka_port = opened["http"], opened.get("kafka", 0)
+        self.row.port, self.row.kafka_port = opened.get("http", 0), opened.get("kafka", 0)
+        self._say_closed(passing.closed)
         self.log.info("doors_passed_on", **{f"{name}_port": port for name, port in sorted(opened.items())})
         trends = asyncio.ensure_future(self.trends.run())
         serving = asyncio.ensure_future(asyncio.to_thread(passing.serve, self._leads_or_ends))
         while not serving.done():
+            self._open_closed(passing.closed)
+            self.row.port, self.row.kafka_port = passing.ports.get("http", 0), passing.ports.get("kafka", 0)
             await asyncio.wait((serving,), timeout=_CHECK_S)
             self.doors.sweep()
             await self.core.answers.tidy()
@@ -187,14 +191,24 @@ class Gateway:
     def _leader(self) -> dict[str, str] | None:
         return self.role.leader if self.role is not None else {}
 
-    def _leads_or_ends(self) -> bool:
-        """Return True once this broker leads, or a signal has come; else write a heartbeat."""
+    def _leads(self) -> bool:
+        """Return True once this broker leads."""
         self.role = RolePage.find(self.settings.instance, self.page.data_id, self.role)
         role = self.role.read() if self.role is not None else None
-        if self.role is not None and role is not None and role.role == LEADING and self.role.leads:
-            self.generation, self.groups.epoch = role.generation, role.epoch
-            ingress.serve_in(role.epoch)
+        if self.role is None or role is None or role.role != LEADING or not self.role.leads:
+            return False
+        self.generation, self.groups.epoch = role.generation, role.epoch
+        ingress.serve_in(role.epoch)
+        return True
+
+    def _leads_or_ends(self) -> bool:
+        """Return True once this broker leads, or a signal has come; else write a heartbeat.
+
+        The first one says that the doors are open: before, status would show none.
+        """
+        if self._leads():
             return True
+        role = self.role.read() if self.role is not None else None
         self._state("following" if role is not None and role.role in (FOLLOWING, STARTING) else "unled")
         self.page.keep_in_place("gateway")
         return self.stopping.is_set()
@@ -337,22 +351,21 @@ class Gateway:
                 async with asyncio.timeout(min(step_s, left_s)):
                     await self.stopping.wait()
 
-    def _say_closed(self) -> None:
-        """Log which ports another program uses."""
-        self.row.doors_closed = self.doors.closed_mask
+    def _say_closed(self, passing: Iterable[str] = ()) -> None:
+        """Log which ports another program uses. `passing`: those of the follower's doors, which say it themselves."""
+        self.row.doors_closed = mask_of((*self.doors.closed, *passing))
         for name in self.doors.closed:
-            setting, port = f"KMQ_{name.upper()}_PORT", number_of(self.settings, name)
-            self.log.warn("door_closed", setting=setting, port=port, effect="the other ports serve; it is tried again")
+            say_closed(self.log, f"KMQ_{name.upper()}_PORT", number_of(self.settings, name))
 
-    def _open_closed(self) -> None:
-        """Open ports that other programs have released."""
+    def _open_closed(self, passing: Iterable[str] = ()) -> None:
+        """Open ports that other programs have released. `passing`: the follower's doors that are closed still."""
         for name, port in self.doors.open_closed(time.monotonic()).items():
-            self.log.info("door_opened", setting=f"KMQ_{name.upper()}_PORT", port=port)
+            say_opened(self.log, f"KMQ_{name.upper()}_PORT", port)
             if name == "http":
                 self.row.port = port
             elif name == "kafka":
                 self.row.kafka_port = port
-        self.row.doors_closed = self.doors.closed_mask
+        self.row.doors_closed = mask_of((*self.doors.closed, *passing))
 
     def _state(self, name: str) -> None:
         self.row.state = STATES.index(name)

@@ -217,8 +217,7 @@ def test_a_leader_that_is_left_alone_refuses_and_as_a_follower_says_nothing_of_i
     def follows():
         found = brokers.status("a")
         states = {each["name"]: each["state"] for each in found["stages"]}
-        is_following = {states[name] for name in ("ingress", "framer", "gateway")} == {"following"}
-        return is_following and found["ready"] and found["kafka"] and found  # its door opens after it follows
+        return {states[name] for name in ("ingress", "framer", "gateway")} == {"following"} and found["ready"] and found
 
     found = until(follows, "a follower in the ISR")
     assert "not_enough_replicas" not in [each["code"] for each in found["warnings"]], found["warnings"]
@@ -258,6 +257,20 @@ def test_a_client_of_a_follower_is_served_by_whoever_leads(brokers):
         return False
 
     until(next_leader, "the next leader")
+
+
+def test_a_follower_serves_by_its_other_ports_where_another_program_uses_one(brokers):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        started = brokers.kmq("b", "up", KMQ_KAFKA_PORT=str(port))
+        assert started.returncode == 0, started
+        assert f"door_closed: KMQ_KAFKA_PORT={port}" in started.stderr.splitlines()[-1], started
+        assert brokers.view("b", "http")["code"] == "no_leader", "HTTP serves"
+        assert "door_closed" in [each["code"] for each in brokers.status("b")["warnings"]]
+        assert not (brokers.root / "b/pipes/kafka.port").exists()
+    until(lambda: (brokers.status("b")["kafka"] or {}).get("port") == port, "the port")
+    assert "door_closed" not in [each["code"] for each in brokers.status("b")["warnings"]]
+    assert (brokers.root / "b/pipes/kafka.port").read_text().strip() == str(port)
 
 
 SLOW_DISK = """

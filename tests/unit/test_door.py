@@ -424,6 +424,23 @@ def test_a_port_that_is_in_use_names_its_setting():
     assert "cannot listen" in str(caught.value)
 
 
+def test_a_port_in_use_whose_door_may_wait_is_opened_once_it_is_free(tmp_path: Path, leader):
+    (tmp_path / "kafka.port").write_text("1")
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        kafka = door("kafka", OTHER, port)._replace(may_wait=True)
+        doorway = Doorway(door(), kafka, leader={"lines": leader.address, "kafka": leader.address})
+        doorway.doors.write_ports(str(tmp_path))
+        assert {*doorway.doors.closed} == {"kafka"} and not (tmp_path / "kafka.port").exists()
+        with doorway.connect(), leader.accept():
+            pass
+    until(lambda: not doorway.doors.closed, "the port")
+    assert (tmp_path / "kafka.port").read_text() == f"{port}\n"
+    with doorway.connect("kafka"), leader.accept():
+        pass
+    doorway.end()
+
+
 SO_ATTACH_FILTER = 26
 DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET: keep 0 bytes
 
