@@ -193,7 +193,7 @@ class Letterbox:
 
     def __init__(self, group: str, make: Callable[[str], Producer]) -> None:
         """`make` is called with a window and returns a producer."""
-        self._group, self._make = group, make
+        self.group, self._make = group, make
         self._producer: Producer | None = None
 
     def put(self, message: Message, dlq: str, failure: Failure) -> int:
@@ -202,7 +202,7 @@ class Letterbox:
         Raises KmqError if it cannot be stored.
         """
         if self._producer is None:
-            self._producer = self._make(_window(self._group))
+            self._producer = self._make(_window(self.group))
         try:
             seq = _send(self._producer, format_letter(message, dlq, failure))
         except Refused as refused:

@@ -201,6 +201,28 @@ def test_a_handler_gets_what_comes_again_and_its_retries_hold_nobody_up(broker, 
     assert letter.value == b"8" and dict(letter.headers)["error"] == b"Permanent: never"
 
 
+@pytest.mark.parametrize("topic", [1], indirect=True)
+def test_a_message_has_one_letter_whether_its_handler_or_the_broker_puts_it_aside(broker, topic):
+    def fail(message):
+        if message.offset == 9:
+            consumer.close()
+        raise kmq.Permanent("never")
+
+    def made(window):
+        return kmq.Producer(port=port(broker, "ingress"), window=window)
+
+    with opened(broker, topic, "both") as consumer:
+        consumer.run(fail, producer=made)
+    reset = broker.kmq("groups", "reset", "both", "--topic", topic, "--to", "earliest")
+    assert reset.returncode == 0, reset.stderr
+    with opened(broker, topic, "both") as consumer:
+        for message in read(consumer, 10):
+            assert consumer.nack(message).letter
+    with kmq.Consumer(f"{topic}.dlq", port=port(broker)) as consumer:
+        letters = read(consumer, 10) + consumer.poll(timeout=0.5)
+    assert sorted(letter.value for letter in letters) == [b"%d" % n for n in range(10)]
+
+
 def test_a_run_stores_its_letters_where_messages_make_no_topics(tmp_path):
     made = Broker(tmp_path / "b")
 

@@ -49,7 +49,6 @@ MOST_DELAY_S = 604_800.0
 MOST_REASON = 250  # characters
 _REFUSED_S = 60.0  # until a refused letter is retried: an operator may have fixed the cause
 _LETTER_S = 5.0  # longest wait for a dead letter to be on disk
-_WINDOW = "http"
 
 
 class NackOutcome(NamedTuple):
@@ -183,8 +182,11 @@ class Redelivery:
 
     async def _store_letter(self, message: Message, dlq: str, failure: Failure) -> int:
         """Store a letter, and return its seq; 0: not known. Raises RequestRefused."""
+        group = failure.group  # its letters are stored once whoever writes them: its members do so, too, in its window
         async with self._turn:
-            box = self._letterbox = self._letterbox or Letterbox(_WINDOW, _producer)
+            if self._letterbox is not None and self._letterbox.group != group:
+                await self._close_letterbox()
+            box = self._letterbox = self._letterbox or Letterbox(group, _producer)
             try:
                 return await asyncio.to_thread(box.put, message, dlq, failure)
             except KmqError as err:
