@@ -246,6 +246,7 @@ def test_a_run_stores_its_letters_where_messages_make_no_topics(tmp_path):
                     produced(name, b"no letter")
             with opened(made, topic, "g") as consumer:
                 consumer.run(handle, producer=lambda window: kmq.Producer(port=port(made, "ingress"), window=window))
+            made.wait_routed(len(made.wal()))
             shown = made.kmq("dlq", "show", f"{topic}.dlq", "0", "--json")
             assert shown.returncode == 0 and "Permanent: no" in shown.stdout, shown
     finally:

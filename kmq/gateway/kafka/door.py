@@ -265,6 +265,9 @@ class Cluster(Chapter):
         brokers = shard["brokers"]
         doors = {node: brokers[name]["doors"] for name, node in numbers.items() if brokers[name]}
         names = KAFKA_ADVERTISED[connection.is_tls], "kafka_tls" if connection.is_tls else "kafka"
+        if names[1] in doors.get(me, {}):  # Consul may still have the port of an earlier role: the client came to ours
+            host, port = doors[me][names[1]].rpartition(":")[0], connection.transport.get_extra_info("sockname")[1]
+            doors[me] = doors[me] | {names[1]: f"{host}:{port}"}
         texts = {node: found.get(names[0]) or found.get(names[1]) for node, found in doors.items()}
         places = ((node, *text.rsplit(":", 1)) for node, text in texts.items() if text)
         return BrokerNodes(
