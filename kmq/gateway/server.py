@@ -125,13 +125,13 @@ class Gateway:
     def _kafka(self) -> Any:
         """Return the door for Kafka's clients; None where its extra is not installed. Raises ConfigError if it is wanted."""
         try:
-            from kmq.gateway.kafka.admin import AdminChapter
+            from kmq.gateway.kafka.admin import AdminHandler
             from kmq.gateway.kafka.cache import TailCache
             from kmq.gateway.kafka.door import Cluster, Kafka
-            from kmq.gateway.kafka.fetching import FetchChapter
+            from kmq.gateway.kafka.fetching import FetchHandler
             from kmq.gateway.kafka.groups import KafkaGroups
             from kmq.gateway.kafka.groups848 import ConsumerProtocol
-            from kmq.gateway.kafka.producing import ProduceChapter
+            from kmq.gateway.kafka.producing import ProduceHandler
             from kmq.gateway.kafka.topic_ids import TopicIds
             from kmq.gateway.kafka.transactions import Transactions
             from kmq.gateway.kafka.units import Units
@@ -143,17 +143,17 @@ class Gateway:
         cache = TailCache(self.settings.kafka_cache)
         units = Units(self.settings, self.log)
         self.transactions = Transactions(self.settings, self.core, self.groups, units, self.log)
-        producing = ProduceChapter(
+        producing = ProduceHandler(
             self.settings, self.core, lambda: self.groups.life, cache, units, self.transactions, self.log
         )
         ids = TopicIds(self.core.partitions)
         cluster = Cluster(self.settings, self.core, ids, lambda: self.groups.epoch)
-        fetching = FetchChapter(self.core, ids, cache, self.requests, self.incidents, cluster.epoch)
-        admin = AdminChapter(self.settings, self.core, self.tokens, cluster.nodes, self.transactions)
+        fetching = FetchHandler(self.core, ids, cache, self.requests, self.incidents, cluster.epoch)
+        admin = AdminHandler(self.settings, self.core, self.tokens, cluster.nodes, self.transactions)
         consumers = ConsumerProtocol(self.groups, ids)
         groups = KafkaGroups(self.groups, self.admin, self.transactions, consumers.has)
-        chapters = (self.transactions, producing, fetching, groups, consumers, admin)
-        return Kafka(cluster, self.tokens, self.strangers, self.requests, self.log, chapters)
+        api_handlers = (self.transactions, producing, fetching, groups, consumers, admin)
+        return Kafka(cluster, self.tokens, self.strangers, self.requests, self.log, api_handlers)
 
     @property
     def has_left(self) -> bool:

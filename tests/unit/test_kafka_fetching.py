@@ -26,7 +26,7 @@ from kmq.gateway.core.partitions import Partition, Partitions
 from kmq.gateway.kafka import fetching
 from kmq.gateway.kafka.cache import MAX_BATCH, TailCache
 from kmq.gateway.kafka.door import Cluster, Kafka
-from kmq.gateway.kafka.fetching import FetchChapter
+from kmq.gateway.kafka.fetching import FetchHandler
 from kmq.gateway.kafka.records import encode, patched, read_batches, render
 from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import Key
@@ -41,8 +41,8 @@ CODECS = {0: None, 1: cramjam.gzip, 2: cramjam.snappy, 3: cramjam.lz4, 4: cramja
 class Door:
     """The Kafka door on a data directory, without the stages. `page`: their state, as it is believed."""
 
-    def __init__(self, found, cache, *chapters):
-        self._chapters = chapters
+    def __init__(self, found, cache, *api_handlers):
+        self._api_handlers = api_handlers
         self.page, self.cache, self.said = found.page, cache, []
         self.incidents = Incidents(lambda event, **fields: self.said.append((event, fields["count"], fields["reason"])))
         self._settings, self._port, self._is_up = found.settings, 0, threading.Event()
@@ -55,9 +55,9 @@ class Door:
         strangers = Strangers(self.page.rows["gateway"], self.incidents)
         self.core, counts = Core(self._settings, self.page, FakeLogger(), strangers), Requests()
         ids = TopicIds(self.core.partitions)
-        self._fetching = FetchChapter(self.core, ids, self.cache, counts, self.incidents, lambda: 0)
+        self._fetching = FetchHandler(self.core, ids, self.cache, counts, self.incidents, lambda: 0)
         cluster = Cluster(self._settings, self.core, ids, lambda: 0)
-        kafka = Kafka(cluster, None, strangers, counts, FakeLogger(), (self._fetching, *self._chapters))
+        kafka = Kafka(cluster, None, strangers, counts, FakeLogger(), (self._fetching, *self._api_handlers))
         server = await self._loop.create_server(kafka, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self._is_up.set()
@@ -99,11 +99,11 @@ class Door:
 
 
 @contextmanager
-def opened(data, cache_bytes=1 << 20, chapters=(), **settings):
+def opened(data, cache_bytes=1 << 20, api_handlers=(), **settings):
     """(a door, a client of it)"""
     with up(data, synced=1 << 40, **settings) as found:
         found.page.rows["gateway"].state = STATES.index("ready")
-        door = Door(found, TailCache(cache_bytes), *chapters)
+        door = Door(found, TailCache(cache_bytes), *api_handlers)
         try:
             with Peer(door.port) as peer:
                 yield door, peer
@@ -749,7 +749,7 @@ def test_a_fetch_of_too_many_partitions_ends_its_connection(tmp_path):
 
 
 class LargeGroup:
-    """A chapter that says of each group that it has so many members."""
+    """An API handler that says of each group that it has so many members."""
 
     def __init__(self, members):
         self.handlers, self._members = {Key.DESCRIBE_GROUPS: self._describe}, members
@@ -771,7 +771,7 @@ class LargeGroup:
 
 def test_an_answer_with_many_entries_in_an_entry_holds_up_nobody_else(tmp_path):
     """The loop of the gateway serves every door."""
-    with opened(write_data(tmp_path, lines_of(1)), chapters=(LargeGroup(40_000),)) as (door, peer):
+    with opened(write_data(tmp_path, lines_of(1)), api_handlers=(LargeGroup(40_000),)) as (door, peer):
         with door.watched() as longest:
             begun = time.monotonic()
             peer.send(15, 4, groups=["g"], include_authorized_operations=False)

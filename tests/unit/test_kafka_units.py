@@ -11,7 +11,7 @@ from kmq.client.connection import ServerAddress
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.kafka import bodies, producing, units
 from kmq.gateway.kafka.cache import TailCache
-from kmq.gateway.kafka.producing import ProduceChapter
+from kmq.gateway.kafka.producing import ProduceHandler
 from kmq.gateway.kafka.records import RenderedLines
 from kmq.gateway.kafka.units import Units
 from kmq.gateway.kafka.wire import ErrorCode
@@ -252,7 +252,7 @@ def batch(epoch, sequence):
 
 
 @pytest.fixture
-def chapter(monkeypatch):
+def new_handler(monkeypatch):
     def made(link, start=0):
         partitions = SimpleNamespace(
             is_compacted=lambda topic: False,
@@ -261,81 +261,83 @@ def chapter(monkeypatch):
         )
         settings, core = SimpleNamespace(max_line=1 << 20), SimpleNamespace(partitions=partitions)
         transactions = SimpleNamespace(is_transactional=lambda pid: False)
-        return ProduceChapter(settings, core, lambda: 3, TailCache(0), link, transactions, Logger("gateway"))
+        return ProduceHandler(settings, core, lambda: 3, TailCache(0), link, transactions, Logger("gateway"))
 
     monkeypatch.setattr(producing, "render", lambda each, *_, **__: RenderedLines(b"%d\n" % each.base_sequence, True))
     return made
 
 
-async def begin(made, sent, topic="t"):
+async def begin(handler, sent, topic="t"):
     """What a batch is told; None: it is handed over."""
-    told, until = made._units, asyncio.get_running_loop().time() + PATIENCE_S
+    told, until = handler._units, asyncio.get_running_loop().time() + PATIENCE_S
     before = len(told.sent)
     part, call = bodies.ProducedPart(topic, 0, sent), SimpleNamespace(may=lambda key: True)
-    found = await made._begin(call, None, part, until)
+    found = await handler._begin(call, None, part, until)
     if len(told.sent) > before:
         return None
     return (found if isinstance(found, bodies.Produced) else await found).code
 
 
-def test_a_batch_behind_a_refused_one_is_a_gap_until_that_one_comes_again(chapter):
+def test_a_batch_behind_a_refused_one_is_a_gap_until_that_one_comes_again(new_handler):
     async def work():
         told = Told(last=5)
-        made = chapter(told)
-        await begin(made, batch(0, 5))
+        handler = new_handler(told)
+        await begin(handler, batch(0, 5))
         told.refuse(0)
-        assert (await begin(made, batch(0, 6))) == ErrorCode.out_of_order_sequence_number
-        assert (await begin(made, batch(0, 5))) is None
-        assert (await begin(made, batch(0, 6))) is None
-        assert (await begin(made, batch(0, 4))) is None  # again
-        assert (await begin(made, batch(1, 0))) is None
+        assert (await begin(handler, batch(0, 6))) == ErrorCode.out_of_order_sequence_number
+        assert (await begin(handler, batch(0, 5))) is None
+        assert (await begin(handler, batch(0, 6))) is None
+        assert (await begin(handler, batch(0, 4))) is None  # again
+        assert (await begin(handler, batch(1, 0))) is None
         assert told.after == [5, 5, 6, 4, 7]
 
     run(work)
 
 
-def test_a_batch_that_was_being_rendered_when_the_one_before_it_was_refused_is_not_handed_over(chapter, monkeypatch):
+def test_a_batch_that_was_being_rendered_when_the_one_before_it_was_refused_is_not_handed_over(
+    new_handler, monkeypatch
+):
     async def work():
         told = Told(last=5)
-        made = chapter(told)
-        await begin(made, batch(0, 5))
-        render = made._lines
+        handler = new_handler(told)
+        await begin(handler, batch(0, 5))
+        render = handler._lines
 
         async def refused_meanwhile(*arguments):
             told.refuse(0)
             return await render(*arguments)
 
-        monkeypatch.setattr(made, "_lines", refused_meanwhile)
-        found = await begin(made, batch(0, 6))
+        monkeypatch.setattr(handler, "_lines", refused_meanwhile)
+        found = await begin(handler, batch(0, 6))
         assert found == ErrorCode.out_of_order_sequence_number and len(told.sent) == 1
 
     run(work)
 
 
-def test_a_new_epoch_goes_on_after_a_refusal_and_an_old_one_is_told_so(chapter):
+def test_a_new_epoch_goes_on_after_a_refusal_and_an_old_one_is_told_so(new_handler):
     async def work():
         told = Told(last=(1 << 44) + 5)
-        made = chapter(told)
-        await begin(made, batch(1, 5))
+        handler = new_handler(told)
+        await begin(handler, batch(1, 5))
         told.refuse(0)
-        assert (await begin(made, batch(0, 7))) == ErrorCode.invalid_producer_epoch
-        assert (await begin(made, batch(2, 0))) is None
-        assert (await begin(made, batch(2, 1))) is None
+        assert (await begin(handler, batch(0, 7))) == ErrorCode.invalid_producer_epoch
+        assert (await begin(handler, batch(2, 0))) is None
+        assert (await begin(handler, batch(2, 1))) is None
 
     run(work)
 
 
-def test_the_first_batch_of_a_producer_that_was_not_handed_over_leaves_a_gap(chapter, monkeypatch):
+def test_the_first_batch_of_a_producer_that_was_not_handed_over_leaves_a_gap(new_handler, monkeypatch):
     async def work():
-        made = chapter(Told(last=0))
+        handler = new_handler(Told(last=0))
 
         async def never(*arguments):
             raise RequestRefused("too_long", "")
 
         with monkeypatch.context() as patch:
-            patch.setattr(made, "_lines", never)
-            assert await begin(made, batch(0, 0)) == ErrorCode.message_too_large
-        assert (await begin(made, batch(0, 1))) == ErrorCode.out_of_order_sequence_number
+            patch.setattr(handler, "_lines", never)
+            assert await begin(handler, batch(0, 0)) == ErrorCode.message_too_large
+        assert (await begin(handler, batch(0, 1))) == ErrorCode.out_of_order_sequence_number
 
     run(work)
 
@@ -345,24 +347,24 @@ def test_the_first_batch_of_a_producer_that_was_not_handed_over_leaves_a_gap(cha
     [(0, 0, False), (FORGOTTEN, 0, True), (0, 5, True)],
     ids=["new", "forgotten", "emptied"],
 )
-def test_a_first_sequence_that_is_not_0_is_taken_where_its_ids_may_have_been(chapter, last, start, taken):
+def test_a_first_sequence_that_is_not_0_is_taken_where_its_ids_may_have_been(new_handler, last, start, taken):
     async def work():
-        made = chapter(Told(last), start)
-        found = await begin(made, batch(0, 7))
+        handler = new_handler(Told(last), start)
+        found = await begin(handler, batch(0, 7))
         assert found == (None if taken else ErrorCode.out_of_order_sequence_number)
 
     run(work)
 
 
-def test_where_a_refusal_had_to_be_forgotten_a_start_is_no_reason_to_take_a_first_sequence(chapter, monkeypatch):
+def test_where_a_refusal_had_to_be_forgotten_a_start_is_no_reason_to_take_a_first_sequence(new_handler, monkeypatch):
     async def work():
         monkeypatch.setattr(producing, "_NAMES", 1)
-        made = chapter(Told(0), 5)
-        made._core.partitions.declared = lambda topic: (int(topic == "t"), 1)
-        assert await begin(made, batch(0, 0), "nobody") == ErrorCode.unknown_topic_or_partition
-        assert await begin(made, batch(0, 0), "another") == ErrorCode.unknown_topic_or_partition
-        assert await begin(made, batch(0, 7)) == ErrorCode.out_of_order_sequence_number
-        assert await begin(made, batch(0, 0)) is None
+        handler = new_handler(Told(0), 5)
+        handler._core.partitions.declared = lambda topic: (int(topic == "t"), 1)
+        assert await begin(handler, batch(0, 0), "nobody") == ErrorCode.unknown_topic_or_partition
+        assert await begin(handler, batch(0, 0), "another") == ErrorCode.unknown_topic_or_partition
+        assert await begin(handler, batch(0, 7)) == ErrorCode.out_of_order_sequence_number
+        assert await begin(handler, batch(0, 0)) is None
 
     run(work)
 
@@ -379,11 +381,11 @@ def test_a_batch_that_was_sent_on_a_broken_connection_may_be_stored(link):
     run(work)
 
 
-def test_a_producer_id_that_was_not_given_here_is_told_so(chapter):
+def test_a_producer_id_that_was_not_given_here_is_told_so(new_handler):
     async def work():
-        made = chapter(Told(last=0))
-        assert made._is_ours(PID) and not made._is_ours(3_000_000) and not made._is_ours(4_000_000)
-        assert not made._is_ours(17)
+        handler = new_handler(Told(last=0))
+        assert handler._is_ours(PID) and not handler._is_ours(3_000_000) and not handler._is_ours(4_000_000)
+        assert not handler._is_ours(17)
 
     run(work)
 

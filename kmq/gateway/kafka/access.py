@@ -18,11 +18,11 @@ from kmq.access import roles, scram
 from kmq.access.tokens import Tokens
 from kmq.broker.stats import Strangers
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.connection import Call, Chapter, Connection, Handler
+from kmq.gateway.kafka.connection import ApiHandler, Call, Connection, Handler
 from kmq.gateway.kafka.wire import ErrorCode, Fields, Key
 
 BEFORE = (Key.API_VERSIONS, Key.SASL_HANDSHAKE, Key.SASL_AUTHENTICATE)  # served before a client has shown a token
-_BY_HAND = (Key.PRODUCE, Key.FETCH)  # their chapters ask `may` themselves, and refuse each partition
+_BY_HAND = (Key.PRODUCE, Key.FETCH)  # their handlers ask `may` themselves, and refuse each partition
 _MECHANISMS = ("PLAIN", *scram.MECHANISMS)
 _BARE = 0  # version of SaslHandshake after which no step has a header
 
@@ -58,7 +58,7 @@ class _Dialog:
         self.holders: list[roles.Holder] = []  # token holders that may be the client
 
 
-class AccessChapter(Chapter):
+class AccessHandler(ApiHandler):
     """Knows the token holder of each connection."""
 
     def __init__(self, tokens: Tokens | None, strangers: Strangers) -> None:

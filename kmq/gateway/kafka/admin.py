@@ -21,7 +21,7 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.topics import OPTIONS, TopicState
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.connection import MAX_FRAME, Call, Chapter, Connection, Handler
+from kmq.gateway.kafka.connection import MAX_FRAME, ApiHandler, Call, Connection, Handler
 from kmq.gateway.kafka.door import NAMES, BrokerNodes
 from kmq.gateway.kafka.topic_settings import (
     BOOLEAN,
@@ -78,7 +78,7 @@ _SET, _DELETE, _APPEND, _SUBTRACT = range(4)  # what IncrementalAlterConfigs doe
 _SHA_256, _SHA_512 = 1, 2  # mechanisms of SCRAM
 
 
-class AdminChapter(Chapter):
+class AdminHandler(ApiHandler):
     """Answers what consoles and administrators ask."""
 
     def __init__(

@@ -287,8 +287,8 @@ class Call(NamedTuple):
 Handler = Callable[[Call], Awaitable[Fields | bytes | None]]
 
 
-class Chapter(Protocol):
-    """A part of the protocol that serves some keys. Most keep nothing of a connection, and have nothing to end."""
+class ApiHandler(Protocol):
+    """Serves related API keys, with one handler for each. Most keep no state of a connection, and have nothing to end."""
 
     handlers: dict[Key, Handler]
 

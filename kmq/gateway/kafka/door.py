@@ -1,4 +1,4 @@
-"""The Kafka ports: access, dispatch of requests to chapters, and Metadata about the broker and its topics.
+"""The Kafka ports: access, dispatch of requests to their handlers, and Metadata about the broker and its topics.
 
     Metadata of topic orders    → node 0 at localhost:9092, orders with 8 partitions, all led by node 0
 
@@ -32,8 +32,8 @@ from kmq.gateway.core.connection import drain
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests as RequestCounts
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.access import BEFORE, AccessChapter
-from kmq.gateway.kafka.connection import Call, Chapter, Connection, Handler, Requests
+from kmq.gateway.kafka.access import BEFORE, AccessHandler
+from kmq.gateway.kafka.connection import ApiHandler, Call, Connection, Handler, Requests
 from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Header, KafkaRefused, Key, Unsupported
 from kmq.log import identity
@@ -71,17 +71,17 @@ class Kafka:
         strangers: Strangers,
         counts: RequestCounts,
         log: Logger,
-        chapters: Sequence[Chapter],
+        api_handlers: Sequence[ApiHandler],
     ) -> None:
         self._tokens, self._strangers, self._counts, self._log = tokens, strangers, counts, log
         self._requests = Requests(strangers)
-        self._access = AccessChapter(tokens, strangers)
+        self._access = AccessHandler(tokens, strangers)
         self._unsupported: dict[str, float] = {}  # client → when it was logged
         self._seekers = Seekers(cluster, log)
         self._handlers: dict[Key, Handler] = {Key.API_VERSIONS: self._api_versions}
-        self._chapters: Sequence[Chapter] = (self._access, cluster, *chapters)
-        for chapter in self._chapters:
-            self._handlers |= chapter.handlers
+        self._api_handlers: Sequence[ApiHandler] = (self._access, cluster, *api_handlers)
+        for api_handler in self._api_handlers:
+            self._handlers |= api_handler.handlers
 
     def __call__(self) -> Connection:
         return Connection(self._serve, self._requests, is_open=self._tokens is None)
@@ -101,10 +101,10 @@ class Kafka:
             connection.end()
 
     async def drain(self) -> None:
-        """Wait a moment until the connections have ended, then end the chapters."""
+        """Wait a moment until the connections have ended, then end the API handlers."""
         await drain(self._requests.connections)
-        for chapter in self._chapters:
-            await chapter.close()
+        for api_handler in self._api_handlers:
+            await api_handler.close()
 
     # --- one connection ----------------------------------------------------------------------------------------------
 
@@ -130,8 +130,8 @@ class Kafka:
         finally:
             if late is not None:
                 late.cancel()
-            for chapter in self._chapters:
-                chapter.forget(connection)
+            for api_handler in self._api_handlers:
+                api_handler.forget(connection)
 
     async def _wait_for_end(self, connection: Connection) -> None:
         """Give a refused client time to read why. Some clients read nothing once a connection has ended."""
@@ -243,7 +243,7 @@ def asks_for_all(call: Call) -> bool:
     return call.body.topics is None or (call.version == 0 and not call.body.topics)
 
 
-class Cluster(Chapter):
+class Cluster(ApiHandler):
     """Metadata and related requests: brokers, topics, partitions."""
 
     def __init__(self, settings: Settings, core: Core, ids: TopicIds, epoch: Callable[[], int]) -> None:

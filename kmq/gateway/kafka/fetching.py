@@ -151,7 +151,7 @@ class _Consumer(BudgetHolder):
         self.event = asyncio.Event()
         self.waiter = Waiter(self.event)
         self.known: dict[TopicPartition, _KnownPartition] = {}
-        self.counted = 0  # how many of them are counted in `FetchChapter._known`
+        self.counted = 0  # how many of them are counted in `FetchHandler._known`
         self.told: dict[TopicPartition, ErrorCode] = {}
 
     def end(self, why: str) -> None:
@@ -193,7 +193,7 @@ class _Consumer(BudgetHolder):
         self.since = 0.0
 
 
-class FetchChapter:
+class FetchHandler:
     """Fetch requests and offset queries of all connections."""
 
     def __init__(

@@ -55,7 +55,7 @@ from kmq.gateway.groups.protocol import (
     State,
 )
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.connection import Call, Chapter, Handler
+from kmq.gateway.kafka.connection import ApiHandler, Call, Handler
 from kmq.gateway.kafka.transaction import TransactionRefused
 from kmq.gateway.kafka.transactions import Transactions
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, KafkaRefused, Key
@@ -187,7 +187,7 @@ class Waiting:
         self.heard.set()
 
 
-class KafkaGroups(Chapter):
+class KafkaGroups(ApiHandler):
     """The handlers of group requests. The end of a connection does not end its member."""
 
     def __init__(

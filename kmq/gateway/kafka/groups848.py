@@ -50,7 +50,7 @@ from kmq.gateway.groups.protocol import (
     State,
 )
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.connection import Call, Chapter, Handler
+from kmq.gateway.kafka.connection import ApiHandler, Call, Handler
 from kmq.gateway.kafka.groups import code_of, group_named
 from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import INVALID_REGULAR_EXPRESSION, ErrorCode, Fields, KafkaRefused, Key
@@ -179,7 +179,7 @@ class _Member:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-class ConsumerProtocol(Chapter):
+class ConsumerProtocol(ApiHandler):
     """The handlers of the newer protocol. A connection that ends does not end its member."""
 
     def __init__(self, groups: Groups, ids: TopicIds) -> None:

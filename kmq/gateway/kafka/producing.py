@@ -138,7 +138,7 @@ class _Turn(NamedTuple):
     own: _Own
 
 
-class ProduceChapter:
+class ProduceHandler:
     """Produce requests of all connections."""
 
     def __init__(

@@ -62,7 +62,7 @@ from kmq.gateway.groups.offset_table import (
     routing_key,
 )
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.connection import Call, Chapter, Handler
+from kmq.gateway.kafka.connection import ApiHandler, Call, Handler
 from kmq.gateway.kafka.transaction import (
     REFUSALS,
     HeldBatch,
@@ -106,7 +106,7 @@ _LOOK_S = 0.05  # between two looks whether the offsets are loaded
 _FENCED_FROM = 2  # version of AddPartitions, AddOffsets and EndTxn that knows PRODUCER_FENCED
 
 
-class Transactions(Chapter):
+class Transactions(ApiHandler):
     """All transactional ids of the broker. Closing a connection ends no transaction."""
 
     def __init__(self, settings: Settings, core: Core, groups: Groups, units: Units, log: Logger) -> None:

@@ -1,7 +1,7 @@
 """Kills processes where a test says so: every Python program that has this directory in PYTHONPATH runs this first.
 
 The file FAIL_POINT names a point and who dies there: `committed-written <pid> <pid>`. It is removed first, so it works once.
-Points are calls of the chapter of transactions, before and after.
+Points lie before and after calls of `Transactions` and its writer.
 LIMITS changes constants that no test reaches as they are: `<module>:<name>[.<key>…]=<value> …`.
 """
 
