@@ -411,7 +411,7 @@ MUTANTS = [
     ),
     Mutant(
         "kafka: a batch does not say which one it follows",
-        [("kmq/gateway/kafka/producing.py", "after = min(name.known(), first_id - 1)", "after = 0")],
+        [("kmq/gateway/kafka/producing.py", "after = min(name.last_known(), first_id - 1)", "after = 0")],
         ["tests/unit/test_kafka_units.py"],
     ),
     Mutant(

@@ -91,7 +91,7 @@ class Door:
 
     def remembered(self):
         """The partitions that are remembered."""
-        return [known for consumer in self._fetching._consumers.values() for known in consumer.known]
+        return [view for consumer in self._fetching._consumers.values() for view in consumer.views]
 
     def close(self):
         self._loop.call_soon_threadsafe(self._over.set)
@@ -488,7 +488,7 @@ def test_a_record_that_a_client_knows_of_is_read_before_its_event_has_come(tmp_p
 
 
 def test_partitions_of_those_who_were_served_longest_ago_are_forgotten_and_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetching, "_MOST_KNOWN", 25)
+    monkeypatch.setattr(fetching, "_MOST_VIEWS", 25)
     monkeypatch.setattr(fetching, "_SPARE_WATCHES", 2)
     made = write_data(tmp_path, [b"t.@%d|0||%d" % (n, n) for n in range(40)], {"t": 40}, closed=False)
     with opened(str(tmp_path)) as (door, peer), Peer(door.port) as second, Peer(door.port) as third:

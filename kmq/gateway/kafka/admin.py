@@ -387,26 +387,28 @@ class AdminHandler(ApiHandler):
     async def _describe_transactions(self, call: Call) -> Fields:
         asked = dict.fromkeys(call.body.transactional_ids)
         try:
-            known = self._transactions.known()
+            transactions = self._transactions.by_id()
         except RequestRefused:
-            known, code = {}, ErrorCode.coordinator_load_in_progress
+            transactions, code = {}, ErrorCode.coordinator_load_in_progress
         else:
             code = ErrorCode.transactional_id_not_found
-        call.errors.extend(code for id in asked if id not in known)
+        call.errors.extend(code for id in asked if id not in transactions)
         unknown = {"error_code": code}
-        rows = [{"transactional_id": id} | (_described(known[id]) if id in known else unknown) for id in asked]
+        rows = [
+            {"transactional_id": id} | (_described(transactions[id]) if id in transactions else unknown) for id in asked
+        ]
         return {"transaction_states": rows}
 
     async def _list_transactions(self, call: Call) -> Fields:
         wanted, pids = call.body.state_filters, call.body.producer_id_filters
         unknown = [each for each in wanted if each not in _TRANSACTION_STATES]
         try:
-            known = self._transactions.known().values()
+            transactions = self._transactions.by_id().values()
         except RequestRefused:
             return {"error_code": ErrorCode.coordinator_load_in_progress, "unknown_state_filters": unknown}
         rows = [
             {"transactional_id": txn.id, "producer_id": txn.pid, "transaction_state": _state_of(txn)}
-            for txn in known
+            for txn in transactions
             if (not wanted or _state_of(txn) in wanted) and (not pids or txn.pid in pids)
         ]
         return {"unknown_state_filters": unknown, "transaction_states": rows}

@@ -129,14 +129,14 @@ class Row:
 class _Form(NamedTuple):
     """The layout of some versions of Fetch, from `version` on.
 
-    `head`: replica, wait, least and most bytes, isolation; session and its epoch. `asked`: partition, known epoch,
+    `head`: replica, wait, least and most bytes, isolation; session and its epoch. `partition`: number, known epoch,
     offset, epoch of the last record, first offset of the replica, most bytes. `row`: partition, error, end, stable end,
     first offset. `more`: no list of aborted transactions, no preferred replica.
     """
 
     version: int
     head: struct.Struct
-    asked: struct.Struct
+    partition: struct.Struct
     row: str
     more: bytes
 
@@ -187,7 +187,7 @@ def read_fetch(reader: Reader, version: int) -> FetchRequest:
     for _ in entries():
         topic = topic_name()
         for _ in entries():
-            number, *rest, most = reader.unpack(form.asked)
+            number, *rest, most = reader.unpack(form.partition)
             epoch = rest.pop(0) if version >= _EPOCH_FROM else UNKNOWN
             partitions[TopicPartition(topic, number)] = AskedPartition(epoch, rest[0], max(0, most))
             reader.tags()

@@ -44,7 +44,7 @@ _AUTHENTICATE_S = 10.0  # until a client has shown its token
 _REFUSED_S = 0.5  # that a client with a refused token has to end its connection
 _LARGE = 64 * KIB  # bytes of a request that is read in a thread, because it would block others
 _MANY = 100  # entries of a response that is made in a thread
-_TOLD = {"api_keys": [{"api_key": key, "min_version": key.low, "max_version": key.high} for key in Key]}
+_API_VERSIONS = {"api_keys": [{"api_key": key, "min_version": key.low, "max_version": key.high} for key in Key]}
 _SUPPORTED_S = 60.0  # between two log lines about one client's unknown requests
 
 
@@ -115,7 +115,7 @@ class Kafka:
         try:
             while not self._access.has_failed(connection) and (frame := await connection.next_frame()) is not None:
                 try:
-                    await self._take(connection, frame)
+                    await self._handle(connection, frame)
                 except Unsupported as err:
                     return self._note_unsupported(connection, err.header)
                 frame = b""  # an idle connection holds none
@@ -140,7 +140,7 @@ class Kafka:
                 while await connection.next_frame() is not None:
                     pass
 
-    async def _take(self, connection: Connection, frame: bytes) -> None:
+    async def _handle(self, connection: Connection, frame: bytes) -> None:
         """Answer a request, or begin to. Raises BadRequest and Unsupported, which allow no answer."""
         if self._access.is_bare(connection):
             return await connection.answer(frame, self._access.bare(connection, frame))
@@ -152,7 +152,7 @@ class Kafka:
                 raise
             await connection.all_answered()
             # In the oldest version, which every client can read.
-            refused = _TOLD | {"error_code": ErrorCode.unsupported_version}
+            refused = _API_VERSIONS | {"error_code": ErrorCode.unsupported_version}
             return await connection.answer(frame, wire.encode(err.header._replace(version=0), refused))
         key = Key(found.key)
         if not connection.is_known and key not in BEFORE:
@@ -206,7 +206,7 @@ class Kafka:
     # --- who it is ---------------------------------------------------------------------------------------------------
 
     async def _api_versions(self, call: Call) -> Fields:
-        return _TOLD
+        return _API_VERSIONS
 
     def _cut_unknown(self, connection: Connection) -> None:
         if not connection.is_known:
@@ -292,7 +292,7 @@ class Cluster(ApiHandler):
         host, port = connection.transport.get_extra_info("sockname")[:2]
         return ("localhost" if host in ("127.0.0.1", "::1") else host), port
 
-    def _told(self, nodes: BrokerNodes) -> dict[str, Any]:
+    def _broker_fields(self, nodes: BrokerNodes) -> dict[str, Any]:
         """Return the brokers' part of Metadata and DescribeCluster."""
         id = identity.lineage(self._settings.data)
         return {"brokers": nodes.rows(), "cluster_id": id, "controller_id": nodes.me}
@@ -314,7 +314,7 @@ class Cluster(ApiHandler):
             rows.append(await self._topic_of(call, id, nodes))
             if len(rows) % _MANY == 0 or len(rows[-1]["partitions"]) > _MANY:
                 await asyncio.sleep(0)
-        return self._told(nodes) | {"topics": rows}
+        return self._broker_fields(nodes) | {"topics": rows}
 
     async def _topic(self, call: Call, name: str, may_create: bool, nodes: BrokerNodes) -> Fields:
         """Return a topic as Metadata shows it. Create it first if it is missing, and that is wanted and allowed."""
@@ -368,7 +368,7 @@ class Cluster(ApiHandler):
         return made.partitions
 
     async def _describe(self, call: Call) -> Fields:
-        return self._told(self.nodes(call.connection))
+        return self._broker_fields(self.nodes(call.connection))
 
     async def _coordinator(self, call: Call) -> Fields:
         nodes = self.nodes(call.connection)
@@ -410,7 +410,7 @@ class Seekers:
         self._cluster, self._log = cluster, log
         # host, client.id, whether it has asked for more than topics → times of its requests; the latest is last
         self._looks: dict[tuple[str, str, bool], deque[float]] = {}
-        self._told, self._logged_at = "", -_LOOKS_S
+        self._address, self._logged_at = "", -_LOOKS_S
 
     def note(self, call: Call, answer: Fields | bytes | None) -> None:
         """Note a client's request, and whether it only asks for the address again."""
@@ -434,7 +434,7 @@ class Seekers:
         if len(self._looks) > _MOST_SEEKERS:
             del self._looks[next(iter(self._looks))]
         if len(looks) == _LOOKS:
-            self._told = ":".join(map(str, self._cluster.address(connection)))
+            self._address = ":".join(map(str, self._cluster.address(connection)))
 
     def lost(self) -> int:
         """Return how many clients are misdirected; log it once a minute."""
@@ -451,7 +451,7 @@ class Seekers:
                 count=len(lost),
                 peer=host,
                 client=client,
-                told=self._told,
+                told=self._address,
                 effect="they connect there, and do not come to this broker",
                 advice="set KMQ_KAFKA_ADVERTISE to the host and port by which clients reach it",
             )

@@ -12,7 +12,7 @@ Wait        A waiting fetch is woken by the kernel (core/fetching.py). A partiti
             fetch is answered when its time is up.
 Memory      An answer has at most bodies.MAX_ANSWER, or one batch that is longer. Batches are made of _CHUNK_BYTES of
             lines. All answers count in the budget of all doors until their clients have taken them; a waiting fetch
-            holds nothing. At most _MOST_KNOWN partitions are remembered, of all connections.
+            holds nothing. At most _MOST_VIEWS partitions are remembered, of all connections.
 Not covered Sessions: every answer says session 0, so clients name all their partitions each time. Followers' fetches.
 """
 
@@ -52,7 +52,7 @@ _CHUNK_BYTES = MIB  # of lines that become a batch
 _ENOUGH_BYTES = 512 * KIB  # less room than this is not worth another batch: small ones cost more a record
 _PIECE_BYTES = 64 * KIB  # given to the transport at once
 _REST_S = 5.0  # until an unreadable offset is read again
-_MOST_KNOWN = 20_000
+_MOST_VIEWS = 20_000
 _WITH_SIZE = 3  # numbers of the signature of a partition that has a segment
 _SPARE_WATCHES = 64  # directories that a connection may watch besides those that it asks for
 _ZSTD_FROM = 10  # version of Fetch whose clients know zstd
@@ -60,7 +60,7 @@ _LATEST, _EARLIEST, _HIGHEST = -1, -2, -3  # times of ListOffsets: an end of the
 T = TypeVar("T")
 
 
-class _KnownPartition:
+class _PartitionView:
     """A partition as a connection reads it. `first` and `end`: as its files were `seen`; `end` may have risen."""
 
     __slots__ = (
@@ -125,18 +125,18 @@ class _KnownPartition:
 
 
 class _Row(Row):
-    """A partition's part of the answer, and the partition as the connection knows it."""
+    """A partition's part of the answer, and the partition as the connection sees it."""
 
-    __slots__ = ("known",)
+    __slots__ = ("view",)
 
-    def __init__(self, code: ErrorCode = ErrorCode.none, known: _KnownPartition | None = None) -> None:
-        first, end = (UNKNOWN, UNKNOWN) if known is None else (known.first, known.end)
+    def __init__(self, code: ErrorCode = ErrorCode.none, view: _PartitionView | None = None) -> None:
+        first, end = (UNKNOWN, UNKNOWN) if view is None else (view.first, view.end)
         super().__init__(code, first, end)
-        self.known = known
+        self.view = view
 
     def has_records(self, offset: int) -> bool:
         """Return True if there are records at or after `offset`."""
-        return self.code == ErrorCode.none and (self.known.resumed(offset) if self.known else offset) < self.end
+        return self.code == ErrorCode.none and (self.view.resumed(offset) if self.view else offset) < self.end
 
 
 Rows = dict[TopicPartition, _Row]
@@ -150,9 +150,9 @@ class _Consumer(BudgetHolder):
         self._connection = connection
         self.event = asyncio.Event()
         self.waiter = Waiter(self.event)
-        self.known: dict[TopicPartition, _KnownPartition] = {}
-        self.counted = 0  # how many of them are counted in `FetchHandler._known`
-        self.told: dict[TopicPartition, ErrorCode] = {}
+        self.views: dict[TopicPartition, _PartitionView] = {}
+        self.counted = 0  # how many of them are counted in `FetchHandler._view_count`
+        self.errors: dict[TopicPartition, ErrorCode] = {}
 
     def end(self, why: str) -> None:
         self.why_ended = why
@@ -160,28 +160,28 @@ class _Consumer(BudgetHolder):
 
     def is_quiet(self, place: TopicPartition) -> bool:
         """Return True if a partition has had no event since the last look."""
-        known = self.known.get(place)
-        return known is not None and known.seen is not None and self.waiter.is_quiet(known.directory)
+        view = self.views.get(place)
+        return view is not None and view.seen is not None and self.waiter.is_quiet(view.directory)
 
     def is_behind(self, place: TopicPartition, offset: int) -> bool:
         """Return True if the record at `offset` was there a moment ago, and the partition has not changed."""
-        known = self.known.get(place)
-        return known is not None and known.first <= known.resumed(offset) < known.end and known.begins_as_seen()
+        view = self.views.get(place)
+        return view is not None and view.first <= view.resumed(offset) < view.end and view.begins_as_seen()
 
     def finds(self, cache: TailCache, place: TopicPartition, offset: int) -> bool:
         """Return True if the cache has a batch that holds the record at `offset`."""
-        known = self.known.get(place)
-        return known is not None and cache.find(*place, known.resumed(offset), known.partition.from_seq) is not None
+        view = self.views.get(place)
+        return view is not None and cache.find(*place, view.resumed(offset), view.partition.from_seq) is not None
 
     def may_have(self, place: TopicPartition, offset: int) -> bool:
         """Return False if a partition had no record at or after `offset` at the last look."""
-        known = self.known.get(place)
-        return known is None or known.resumed(offset) < known.end
+        view = self.views.get(place)
+        return view is None or view.resumed(offset) < view.end
 
     def resumed(self, place: TopicPartition, offset: int) -> int:
         """Return the offset at which a fetch of `offset` resumes, as far as the partition is known."""
-        known = self.known.get(place)
-        return offset if known is None else known.resumed(offset)
+        view = self.views.get(place)
+        return offset if view is None else view.resumed(offset)
 
     async def send(self, answer: wire.Writer) -> None:
         """Send an answer; returns when the client has taken most of it. Raises ConnectionError."""
@@ -208,7 +208,7 @@ class FetchHandler:
         self._core, self._ids, self._cache, self._counts, self._incidents = core, ids, cache, counts, incidents
         self._partitions, self._epoch = core.partitions, epoch
         self._consumers: OrderedDict[Connection, _Consumer] = OrderedDict()  # least recently served first
-        self._known = 0  # of all consumers
+        self._view_count = 0  # of all consumers
         self.handlers: dict[Key, Handler] = {
             Key.FETCH: self.fetch,
             Key.LIST_OFFSETS: self._list_offsets,
@@ -220,7 +220,7 @@ class FetchHandler:
         consumer = self._consumers.pop(connection, None)
         if consumer is not None:
             self._core.waking.forget(consumer.waiter)
-            self._known -= consumer.counted
+            self._view_count -= consumer.counted
             consumer.close()
 
     async def close(self) -> None:
@@ -238,7 +238,7 @@ class FetchHandler:
         consumer = self._consumer(call.connection, len(request.partitions))
         try:
             rows = await self._rows(call, consumer, request)
-            call.errors.extend(consumer.told.values())
+            call.errors.extend(consumer.errors.values())
             await consumer.send(fetch_response(call, rows, ids=request.ids))
         finally:
             consumer.close()
@@ -270,8 +270,8 @@ class FetchHandler:
             if not any(consumer.may_have(place, offset) for place, offset in positions):
                 await self._cache.wait(positions, until - time.monotonic())
             is_over = time.monotonic() >= until
-            if kept := await self._kept_rows(call, consumer, request):
-                return kept
+            if cached := await self._cached_rows(call, consumer, request):
+                return cached
             rows = await self._looked_at(call, consumer, request, is_first)
             nbytes, is_first = 0, False
             wanted = [asked for place, asked in request.partitions.items() if rows[place].has_records(asked.offset)]
@@ -284,18 +284,18 @@ class FetchHandler:
                 nbytes, is_full = await self._core.fetching.run(self._read, call, request, rows)
                 self._core.answers.settle(consumer, nbytes)
                 is_over |= is_full
-            before = consumer.told
-            consumer.told = {place: row.code for place, row in rows.items() if row.code != ErrorCode.none}
-            is_new = any(before.get(place) != code for place, code in consumer.told.items())
+            before = consumer.errors
+            consumer.errors = {place: row.code for place, row in rows.items() if row.code != ErrorCode.none}
+            is_new = any(before.get(place) != code for place, code in consumer.errors.items())
             if is_over or is_new or nbytes >= request.min_bytes:
                 return rows
             consumer.close()
-            partitions = [row.known for row in rows.values() if row.known is not None]
+            partitions = [row.view for row in rows.values() if row.view is not None]
             if not await self._wait(consumer, partitions, until, request.min_bytes - nbytes) and not nbytes:
                 return rows
             del rows
 
-    async def _kept_rows(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows | None:
+    async def _cached_rows(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows | None:
         """Return cached batches if they answer the request; None if files must be read.
 
         Uses no thread, because a thread waits long for its turn while producers keep the gateway busy. A consumer that
@@ -312,7 +312,7 @@ class FetchHandler:
             rows, nbytes = self._kept_in(call, consumer, request)
             if nbytes >= max(1, request.min_bytes):
                 self._core.answers.settle(consumer, nbytes)
-                consumer.told = {}
+                consumer.errors = {}
                 return rows
         consumer.close()
         return None
@@ -321,23 +321,23 @@ class FetchHandler:
         """Return each partition's cached records, and their bytes. Return nothing if one may have lines instead."""
         rows, nbytes, left = Rows(), 0, min(request.max_bytes, MAX_ANSWER)
         for place, asked in request.partitions.items():
-            known, id = consumer.known.get(place), request.ids.get(place.topic)
-            if known is None or known.is_resting:
+            view, id = consumer.views.get(place), request.ids.get(place.topic)
+            if view is None or view.is_resting:
                 return Rows(), 0
-            if id is not None and id != self._ids.of_life(place.topic, known.partition.from_seq):
+            if id is not None and id != self._ids.of_life(place.topic, view.partition.from_seq):
                 return Rows(), 0
-            code, is_same = self._tried(call, place, asked.epoch, known.begins_as_seen)
+            code, is_same = self._tried(call, place, asked.epoch, view.begins_as_seen)
             if code != ErrorCode.none or not is_same:
                 return Rows(), 0
-            known.move(asked.offset)
+            view.move(asked.offset)
             most = min(asked.max_bytes, left)
-            offset = known.resumed(asked.offset)
-            records = self._records(known, offset, most, not nbytes, call.version, has_lines=False)
-            has_none = not records and self._kept(known, offset, call.version) is None  # else it lacks room
-            if has_none and (offset != known.end or known.growth()):
+            offset = view.resumed(asked.offset)
+            records = self._records(view, offset, most, not nbytes, call.version, has_lines=False)
+            has_none = not records and self._find_cached(view, offset, call.version) is None  # else it lacks room
+            if has_none and (offset != view.end or view.growth()):
                 return Rows(), 0
-            known.end = max(known.end, self._cache.end(place) or 0)
-            row = rows[place] = _Row(known=known)
+            view.end = max(view.end, self._cache.end(place) or 0)
+            row = rows[place] = _Row(view=view)
             row.records, found = records, sum(map(len, records))
             nbytes, left = nbytes + found, left - found
         return rows, nbytes
@@ -351,26 +351,26 @@ class FetchHandler:
         if few and all(consumer.is_behind(place, each.offset) for place, each in few):
             return self._look(call, consumer, request, are_known=True)
         rows = await self._core.fetching.run(self._look, call, consumer, request)
-        self._known += len(consumer.known) - consumer.counted
-        consumer.counted = len(consumer.known)
-        while self._known > _MOST_KNOWN:
+        self._view_count += len(consumer.views) - consumer.counted
+        consumer.counted = len(consumer.views)
+        while self._view_count > _MOST_VIEWS:
             oldest = next(each for each in self._consumers.values() if each.counted)
-            self._known -= oldest.counted
-            oldest.counted, oldest.known = 0, {}
+            self._view_count -= oldest.counted
+            oldest.counted, oldest.views = 0, {}
         return rows
 
-    async def _wait(self, consumer: _Consumer, partitions: list[_KnownPartition], until: float, missing: int) -> bool:
+    async def _wait(self, consumer: _Consumer, partitions: list[_PartitionView], until: float, missing: int) -> bool:
         """Wait until they have grown by about `missing` bytes, or the time is up. Return True if any has grown."""
         grown: dict[str, int] = {}
 
-        def look(known: _KnownPartition) -> bool:
-            grown[known.directory] = nbytes = known.growth()
+        def look(view: _PartitionView) -> bool:
+            grown[view.directory] = nbytes = view.growth()
             return nbytes > 0 and is_enough()
 
         def is_enough() -> bool:
             return sum(grown.values()) >= missing
 
-        looks = {known.directory: partial(look, known) for known in partitions}
+        looks = {view.directory: partial(look, view) for view in partitions}
         try:
             while not is_enough():
                 if not await self._core.waking.next_news(consumer.waiter, looks, until - time.monotonic()):
@@ -424,29 +424,29 @@ class FetchHandler:
         if id is not None and place.topic == str(id):
             raise KafkaRefused(ErrorCode.unknown_topic_id, f"no topic has the id {id}")
         is_quiet = consumer.is_quiet(place)
-        known = consumer.known.get(place)
-        if known is not None:
-            known.move(offset)
-            if known.is_resting and known.damage is not None:
-                raise known.damage
+        view = consumer.views.get(place)
+        if view is not None:
+            view.move(offset)
+            if view.is_resting and view.damage is not None:
+                raise view.damage
             try:
                 # The client may know an end whose event has not arrived here yet.
-                if not is_known and (offset > known.end or not is_quiet):
-                    known.look()
+                if not is_known and (offset > view.end or not is_quiet):
+                    view.look()
             except RequestRefused as err:
                 if err.code != "unknown_topic":
                     raise
-                known = None  # it was deleted, and perhaps declared again
-        if known is None:
-            consumer.known.pop(place, None)
-            known = consumer.known[place] = _KnownPartition(self._partitions.open(*place), offset)
-            known.look()
-        if id is not None and id != self._ids.of_life(place.topic, known.partition.from_seq):
-            del consumer.known[place]
+                view = None  # it was deleted, and perhaps declared again
+        if view is None:
+            consumer.views.pop(place, None)
+            view = consumer.views[place] = _PartitionView(self._partitions.open(*place), offset)
+            view.look()
+        if id is not None and id != self._ids.of_life(place.topic, view.partition.from_seq):
+            del consumer.views[place]
             raise KafkaRefused(ErrorCode.unknown_topic_id, f"topic {place.topic} was made again, and has another id")
-        row = _Row(known=known)
-        if not known.first <= known.resumed(offset) <= known.end:
-            row.code = wire.code_of(self._out_of_range(offset, known.end))
+        row = _Row(view=view)
+        if not view.first <= view.resumed(offset) <= view.end:
+            row.code = wire.code_of(self._out_of_range(offset, view.end))
         return row
 
     def _out_of_range(self, offset: int, end: int) -> RequestRefused:
@@ -463,20 +463,20 @@ class FetchHandler:
         nbytes, left = 0, min(request.max_bytes, MAX_ANSWER)
         for place, asked in request.partitions.items():
             row = rows[place]
-            if not row.has_records(asked.offset) or row.known is None:
+            if not row.has_records(asked.offset) or row.view is None:
                 continue
             if nbytes and left <= 0:
                 break
             most = min(asked.max_bytes, left)
-            work = self._records, row.known, asked.offset, most, not nbytes, call.version
+            work = self._records, row.view, asked.offset, most, not nbytes, call.version
             row.code, records = self._tried(call, place, UNKNOWN, *work)
-            row.records, row.first, row.end = records or [], row.known.first, row.known.end
+            row.records, row.first, row.end = records or [], row.view.first, row.view.end
             found = sum(map(len, row.records))
             nbytes, left = nbytes + found, left - found
         return nbytes, left <= 0
 
     def _records(
-        self, known: _KnownPartition, offset: int, most: int, is_first: bool, version: int, has_lines: bool = True
+        self, view: _PartitionView, offset: int, most: int, is_first: bool, version: int, has_lines: bool = True
     ) -> list[bytes]:
         """Return the batches from `offset` on, at most so many bytes. `is_first`: one batch may be larger.
 
@@ -485,11 +485,11 @@ class FetchHandler:
         found: list[bytes] = []
         while not found or most >= _ENOUGH_BYTES:
             try:
-                data, following = self._batch(known, offset, most, version, has_lines)
+                data, following = self._batch(view, offset, most, version, has_lines)
             except DamageError as err:
                 if found:
                     break  # the next fetch reports it
-                known.rest(err)
+                view.rest(err)
                 raise
             if not data or (len(data) > most and (found or not is_first)):
                 break
@@ -497,24 +497,22 @@ class FetchHandler:
             most, offset = most - len(data), following
         return found
 
-    def _batch(
-        self, known: _KnownPartition, offset: int, most: int, version: int, has_lines: bool
-    ) -> tuple[bytes, int]:
+    def _batch(self, view: _PartitionView, offset: int, most: int, version: int, has_lines: bool) -> tuple[bytes, int]:
         """Return a batch that holds `offset`, and the offset after it; b"" if there is none."""
-        partition, offset = known.partition, known.resumed(offset)
+        partition, offset = view.partition, view.resumed(offset)
         topic, number = partition.topic, partition.number
-        kept = self._kept(known, offset, version)
-        if not has_lines and kept is not None:  # the files were looked at earlier
-            known.end = max(known.end, kept.last + 1)
-        if kept is not None and kept.last < known.end:
+        cached = self._find_cached(view, offset, version)
+        if not has_lines and cached is not None:  # the files were looked at earlier
+            view.end = max(view.end, cached.last + 1)
+        if cached is not None and cached.last < view.end:
             self._counts.count_batch("cache")
-            return patched(kept.data, kept.first, self._epoch()), kept.last + 1
-        if not has_lines or offset >= known.end:
+            return patched(cached.data, cached.first, self._epoch()), cached.last + 1
+        if not has_lines or offset >= view.end:
             return b"", offset
         first, lines = partition.read(offset, min(max(1, most), _CHUNK_BYTES))
         if first != offset:  # retention has deleted it, which causes no event
-            known.first, known.seen = first, None
-            raise self._out_of_range(offset, known.end)
+            view.first, view.seen = first, None
+            raise self._out_of_range(offset, view.end)
         marks_from, is_receipt = self._partitions.marks_from, self._partitions.shows_receipt(topic)
         batch = encode(
             *(topic, number, first, lines),
@@ -524,21 +522,21 @@ class FetchHandler:
         )
         self._counts.count_batch("lines")
         following = first + count_lines(lines)
-        known.end = max(known.end, following)
+        view.end = max(view.end, following)
         return batch, following
 
-    def _kept(self, known: _KnownPartition, offset: int, version: int) -> KeptBatch | None:
+    def _find_cached(self, view: _PartitionView, offset: int, version: int) -> KeptBatch | None:
         """Return the batch as it was produced, if it is in memory and shows this client the same as its lines.
 
         A compacted topic is always read from its lines: compaction removes lines, and the cache does not know which.
         """
-        partition, topic = known.partition, known.partition.topic
-        kept = self._cache.find(topic, partition.number, offset, partition.from_seq)
-        if kept is None or kept.first < known.first or (kept.is_zstd and version < _ZSTD_FROM):
+        partition, topic = view.partition, view.partition.topic
+        cached = self._cache.find(topic, partition.number, offset, partition.from_seq)
+        if cached is None or cached.first < view.first or (cached.is_zstd and version < _ZSTD_FROM):
             return None
         if self._partitions.shows_receipt(topic) or self._partitions.is_compacted(topic):
             return None
-        return kept
+        return cached
 
     # --- ListOffsets, OffsetForLeaderEpoch ---------------------------------------------------------------------------
 

@@ -178,13 +178,13 @@ class Waiting:
     """A member that waits for an answer."""
 
     def __init__(self) -> None:
-        self.heard = asyncio.Event()
+        self.wake = asyncio.Event()
         self.ended = ""  # the code with which its member ended
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, Ended):
             self.ended = event.code
-        self.heard.set()
+        self.wake.set()
 
 
 class KafkaGroups(ApiHandler):
@@ -229,22 +229,22 @@ class KafkaGroups(ApiHandler):
     async def _join(self, call: Call) -> Fields:
         body, groups = call.body, self._groups
         group, member = body.group_id, body.member_id or None
-        asked = _asked(body, bool(groups.coordinator.protocol_type(group)))
+        request = _read_join_request(body, bool(groups.coordinator.protocol_type(group)))
         client = Client(call.header.client, call.connection.peer)
         is_known = groups.coordinator.generation(group, member) is not None
         waiting = Waiting()
         # A known member says in `_assigned` which partitions it gives up.
-        resume = Resume(owned=None if is_known else asked.owned)
-        id = await groups.join(group, member, client, asked.options, waiting.hear, resume)
+        resume = Resume(owned=None if is_known else request.owned)
+        id = await groups.join(group, member, client, request.options, waiting.on_event, resume)
         try:
             with groups.attending(group, id):
-                found = await self._assigned(group, id, asked.owned, waiting)
+                found = await self._assigned(group, id, request.owned, waiting)
         finally:
-            groups.stop_listening(group, id, waiting.hear)
+            groups.stop_listening(group, id, waiting.on_event)
         return {
             "generation_id": found.generation,
             "protocol_type": body.protocol_type,
-            "protocol_name": asked.names[found.protocol],
+            "protocol_name": request.names[found.protocol],
             "leader": found.leader or "",
             "member_id": id,
             "members": self._led(group) if found.leader == id else (),
@@ -266,7 +266,7 @@ class KafkaGroups(ApiHandler):
         up. Raises RequestRefused (unknown_member) if the member ends meanwhile.
         """
         while not waiting.ended:
-            waiting.heard.clear()
+            waiting.wake.clear()
             found = self._groups.coordinator.assignment(group, member)
             if found.revoking and owned.isdisjoint(found.revoking):
                 self._groups.revoked(group, member)
@@ -274,7 +274,7 @@ class KafkaGroups(ApiHandler):
                 return found
             else:
                 self._groups.sync(group, member)  # others must not have to wait for this member
-                await waiting.heard.wait()
+                await waiting.wake.wait()
         code = "fenced" if waiting.ended == "fenced" else "unknown_member"
         raise RequestRefused(code, f"group {group}: member {member} has ended")
 
@@ -302,22 +302,22 @@ class KafkaGroups(ApiHandler):
         """
         body, groups, waiting = call.body, self._groups, Waiting()
         group, member, generation = body.group_id, body.member_id, body.generation_id
-        groups.listen(group, member, waiting.hear)
+        groups.listen(group, member, waiting.on_event)
         try:
             if found.leader == member:
                 given = {each.member_id: bytes(each.assignment) for each in body.assignments}
                 groups.hand_out(group, member, generation, given)
             with groups.attending(group, member):
                 while not waiting.ended:
-                    waiting.heard.clear()
+                    waiting.wake.clear()
                     found = groups.coordinator.assignment(group, member)
                     if found.changed > generation:
                         raise RequestRefused("rebalance_timeout", "another generation has begun")
                     if found.handed_out is not None:
                         return found.handed_out
-                    await waiting.heard.wait()
+                    await waiting.wake.wait()
         finally:
-            groups.stop_listening(group, member, waiting.hear)
+            groups.stop_listening(group, member, waiting.on_event)
         raise RequestRefused("unknown_member", f"group {group}: member {member} has ended")
 
     async def _heartbeat(self, call: Call) -> Fields:
@@ -368,12 +368,12 @@ class KafkaGroups(ApiHandler):
     # --- offsets ------------------------------------------------------------------------------------------------------
 
     async def _offset_commit(self, call: Call) -> Fields:
-        rows, codes = self._asked_to_commit(call)
+        rows, codes = self._offsets_to_commit(call)
         return self._committed(call, codes | await self._commit(call, rows))
 
     async def _txn_offset_commit(self, call: Call) -> Fields:
         """Put offsets into a transaction, which commits them. They are fenced now, like other commits."""
-        rows, codes = self._asked_to_commit(call)
+        rows, codes = self._offsets_to_commit(call)
         return self._committed(call, codes | dict.fromkeys(rows, await self._hold_back(call, rows)))
 
     async def _hold_back(self, call: Call, rows: Mapping[Partition, OffsetCommit]) -> ErrorCode:
@@ -399,7 +399,7 @@ class KafkaGroups(ApiHandler):
             return code_of(err)
         return ErrorCode.none
 
-    def _asked_to_commit(self, call: Call) -> tuple[dict[Partition, OffsetCommit], dict[Partition, ErrorCode]]:
+    def _offsets_to_commit(self, call: Call) -> tuple[dict[Partition, OffsetCommit], dict[Partition, ErrorCode]]:
         """Return the offsets of a commit request, and codes for those that are refused."""
         rows, codes = dict[Partition, OffsetCommit](), dict[Partition, ErrorCode]()
         for topic, each in ((named.name, each) for named in call.body.topics for each in named.partitions):
@@ -569,7 +569,7 @@ def _instance(body: Any) -> str | None:
     return name
 
 
-class _Asked(NamedTuple):
+class _JoinRequest(NamedTuple):
     """A JoinGroup. `names`: assignor → the client's name for it. `owned`: partitions it still reads, as it says."""
 
     options: MemberOptions
@@ -577,7 +577,7 @@ class _Asked(NamedTuple):
     owned: frozenset[Partition]
 
 
-def _asked(body: Any, is_opaque: bool) -> _Asked:
+def _read_join_request(body: Any, is_opaque: bool) -> _JoinRequest:
     """Return a client's JoinGroup request. `is_opaque`: the group is of kind `kafka`.
 
     The client becomes a member of kind `kmq` if it offers one of the broker's assignors. Raises RequestRefused if it
@@ -606,13 +606,13 @@ def _asked(body: Any, is_opaque: bool) -> _Asked:
     )
     if is_opaque or not names:
         options = options._replace(assignors=tuple(metadata), opaque=Opaque(body.protocol_type, metadata))
-        return _Asked(options, {name: name for name in metadata}, frozenset())
+        return _JoinRequest(options, {name: name for name in metadata}, frozenset())
     try:
         topics, _ = read_metadata(metadata[next(iter(names.values()))])
         _, owned = read_metadata(metadata[names[COOPERATIVE]]) if COOPERATIVE in names else ((), frozenset[Partition]())
     except BadRequest as err:
         raise RequestRefused("unknown_assignor", f"metadata: {err}") from None
-    return _Asked(options._replace(topics=topics, assignors=tuple(names)), names, owned)
+    return _JoinRequest(options._replace(topics=topics, assignors=tuple(names)), names, owned)
 
 
 def _shown(member: MemberView, protocol: str) -> dict[str, bytes]:

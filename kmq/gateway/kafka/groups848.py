@@ -165,15 +165,15 @@ class _Member:
 
     def __init__(self, wanted: _Wanted, topics: Mapping[str, int], options: MemberOptions) -> None:
         self.wanted, self.topics, self.options = wanted, topics, options
-        self.told: Partitions | None = None  # None: it may not know its assignment
-        self.asked: frozenset[Partition] = frozenset()  # partitions it was asked to give up in that answer
+        self.assignment: Partitions | None = None  # None: it may not know its assignment
+        self.revoking: frozenset[Partition] = frozenset()  # partitions it was asked to give up in that answer
         self.has_left = False  # for a while
-        self.heard, self.has_ended = asyncio.Event(), False
+        self.wake, self.has_ended = asyncio.Event(), False
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.has_ended |= isinstance(event, Ended)
         if isinstance(event, Ended | Assigned):
-            self.heard.set()
+            self.wake.set()
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -214,13 +214,13 @@ class ConsumerProtocol(ApiHandler):
 
     def _answer(self, group: str, id: str, epoch: int) -> Fields:
         """Return the answer to a member that has shown this epoch. A new epoch comes with the assignment."""
-        member, found = self._known(group, id), self._groups.coordinator.assignment(group, id)
-        member.asked = frozenset(found.revoking)
+        member, found = self._member(group, id), self._groups.coordinator.assignment(group, id)
+        member.revoking = frozenset(found.revoking)
         fields = _said(ErrorCode.none, id, found.generation)
-        if found.generation != epoch or found.partitions != member.told:
+        if found.generation != epoch or found.partitions != member.assignment:
             rows = self._by_topic(found.partitions)
             is_all = sum(len(row["partitions"]) for row in rows) == len(found.partitions)
-            member.told = found.partitions if is_all else None
+            member.assignment = found.partitions if is_all else None
             fields["assignment"] = {"topic_partitions": rows}
         return fields
 
@@ -232,7 +232,7 @@ class ConsumerProtocol(ApiHandler):
                 rows.append({"topic_id": id, "topic_name": topic, "partitions": [each.partition for each in found]})
         return rows
 
-    def _known(self, group: str, id: str) -> _Member:
+    def _member(self, group: str, id: str) -> _Member:
         member = self._members.get((group, id))
         options = self._groups.coordinator.options(group, id) if member is None else None
         if options is not None and options.pattern is not None:  # it joined at a former leader of the shard
@@ -244,12 +244,12 @@ class ConsumerProtocol(ApiHandler):
         return member
 
     def _listener(self, key: tuple[str, str], member: _Member) -> Callable[[Event], None]:
-        def hear(event: Event) -> None:
-            member.hear(event)
+        def on_event(event: Event) -> None:
+            member.on_event(event)
             if member.has_ended and self._members.get(key) is member:
                 del self._members[key]
 
-        return hear
+        return on_event
 
     def _check_instance(self, group: str, id: str, name: str | None) -> None:
         """Raise RequestRefused if a newer member has the static name that this one says. None: it says no name."""
@@ -276,8 +276,8 @@ class ConsumerProtocol(ApiHandler):
         member = await self._enter(call, id, wanted, Resume(owned=(), takes_name=True))
         with groups.attending(group, id), suppress(TimeoutError):
             async with asyncio.timeout(_JOINED_S):
-                await member.heard.wait()
-        self._known(group, id)
+                await member.wake.wait()
+        self._member(group, id)
         if not groups.coordinator.generation(group, id):
             raise RequestRefused("not_ready", f"group {group} has no generation yet")  # an epoch of 0 would mean a join
         return id
@@ -293,8 +293,8 @@ class ConsumerProtocol(ApiHandler):
             former.wanted, former.topics = wanted, topics
             return former
         member = _Member(wanted, topics, options)
-        hear = self._listener(key, member)
-        await groups.join(*key, Client(call.header.client, call.connection.peer), member.options, hear, resume)
+        on_event = self._listener(key, member)
+        await groups.join(*key, Client(call.header.client, call.connection.peer), member.options, on_event, resume)
         if not member.has_ended:
             self._members[key] = member
         return member
@@ -303,15 +303,15 @@ class ConsumerProtocol(ApiHandler):
         """Handle a heartbeat of a known member. Raises RequestRefused (unknown_member, fenced …)."""
         body, groups = call.body, self._groups
         group, id, epoch = body.group_id, body.member_id, body.member_epoch
-        member = self._known(group, id)
+        member = self._member(group, id)
         groups.beat(group, id, polled=True, generation=epoch)
         wanted = _changed(member.wanted, body)
         if wanted != member.wanted or (wanted.pattern and member.topics is not groups.partitions_of):
             member = await self._ask_for(call, id, wanted, member)
         is_whole = body.subscribed_topic_names is not None or getattr(body, "subscribed_topic_regex", None) is not None
         if is_whole and body.topic_partitions is not None and wire.milliseconds(body.rebalance_timeout) >= 0:
-            member.told = None  # its last answer was lost
-        if member.asked and body.topic_partitions is not None and not self._reads_asked(member, body):
+            member.assignment = None  # its last answer was lost
+        if member.revoking and body.topic_partitions is not None and not self._reads_revoking(member, body):
             groups.revoked(group, id, epoch)
         else:
             groups.sync(group, id, epoch)
@@ -327,13 +327,13 @@ class ConsumerProtocol(ApiHandler):
             former.topics = topics  # new topics exceed the limit: it reads on without them
             return former
         if member is not former:
-            member.told, member.asked = former.told, former.asked
+            member.assignment, member.revoking = former.assignment, former.revoking
         return member
 
-    def _reads_asked(self, member: _Member, body: Any) -> bool:
+    def _reads_revoking(self, member: _Member, body: Any) -> bool:
         """Return True if a member says that it still reads some of the partitions it was asked to give up."""
         said = {(each.topic_id, number) for each in body.topic_partitions for number in each.partitions}
-        return any((id, number) in said for topic, number in member.asked if (id := self._id(topic)) is not None)
+        return any((id, number) in said for topic, number in member.revoking if (id := self._id(topic)) is not None)
 
     def _id(self, topic: str) -> UUID | None:
         """Return the id of a topic; None if it is not in force yet, or gone."""
@@ -342,7 +342,7 @@ class ConsumerProtocol(ApiHandler):
         return None
 
     def _leave(self, group: str, id: str, epoch: int) -> None:
-        member = self._known(group, id)
+        member = self._member(group, id)
         if epoch == _LEAVE or member.wanted.static_name is None:
             self._groups.leave(group, id)
         else:

@@ -78,7 +78,7 @@ class _Name:
         self.turn = asyncio.Lock()
         self.users = 0
 
-    def known(self) -> int:
+    def last_known(self) -> int:
         """Return the last known id; 0: no id."""
         return max(0, self.last or 0)
 
@@ -98,7 +98,7 @@ class _Name:
         if not self.has_refused():
             return False
         is_behind = _epoch_of(self.refused) == _epoch_of(first_id) and first_id > self.refused
-        return is_behind and self.known() < self.refused
+        return is_behind and self.last_known() < self.refused
 
     def has_refused(self) -> bool:
         """Return True if a batch was refused that its client may send again."""
@@ -118,7 +118,7 @@ class _Name:
         """Return True for a batch that follows one which may be stored without its client knowing."""
         since, epoch = time.monotonic() - _REPEATED_S, _epoch_of(first_id)
         self.unsure = {id: at for id, at in self.unsure.items() if at > since and _epoch_of(id) >= epoch}
-        return any(id < first_id and (self.last is None or id <= self.known()) for id in self.unsure)
+        return any(id < first_id and (self.last is None or id <= self.last_known()) for id in self.unsure)
 
 
 class _Own:
@@ -196,7 +196,7 @@ class ProduceHandler:
         known: dict[tuple[int, int], list[Fields]] = {}
         for (pid, _, number), name in self._names.items():
             from_seq = name.from_seq
-            if name.last and name.known():
+            if name.last and name.last_known():
                 row = {"producer_id": pid, "producer_epoch": _epoch_of(name.last), "last_timestamp": name.timestamp}
                 # Records of an open transaction are not in the partition yet, so there is no offset at which it begins.
                 row |= {"last_sequence": (name.last - 1) % _SEQUENCES, "coordinator_epoch": -1}
@@ -331,7 +331,7 @@ class ProduceHandler:
             label = b"auto-k%d.%d" % (life, own.number)
             lines = await self._lines(part, batch, label, first_id)
             own.last += batch.record_count
-            return self._hand_over(label, part, batch, from_seq, lines, None, first_id)
+            return self._send_lines(label, part, batch, from_seq, lines, None, first_id)
 
     async def _begin_held(
         self, part: ProducedPart, batch: RecordBatch, from_seq: int, name: _Name | None
@@ -362,7 +362,7 @@ class ProduceHandler:
                 if name.last is None:
                     name.last = await self._units.last_id(label)
                 known = name.last, name.refused
-                first_id = _first_id(batch.producer_epoch, batch.base_sequence, name.known())
+                first_id = _first_id(batch.producer_epoch, batch.base_sequence, name.last_known())
                 refused = _judge(batch, first_id, name) or await self._judge_first(part, batch, name)
                 if refused is not None:
                     is_gap = refused.code == ErrorCode.out_of_order_sequence_number
@@ -370,15 +370,15 @@ class ProduceHandler:
                     return refused if gap is None else self._in_task(gap, name)
                 if held is not None:
                     place = part.topic, part.partition
-                    held = await self._transactions.placed(held, place, first_id, name.known())
+                    held = await self._transactions.placed(held, place, first_id, name.last_known())
                 async with self._rendering:
                     await self._units.room()
                     lines = await self._lines(part, batch, label, first_id, held)
                     if (name.last, name.refused) == known:  # no earlier batch was refused meanwhile
-                        after = min(name.known(), first_id - 1)
-                        task = self._hand_over(label, part, batch, from_seq, lines, name, first_id, after, held)
+                        after = min(name.last_known(), first_id - 1)
+                        task = self._send_lines(label, part, batch, from_seq, lines, name, first_id, after, held)
                         break
-            name.last, name.timestamp = max(name.known(), first_id + batch.record_count - 1), batch.max_timestamp
+            name.last, name.timestamp = max(name.last_known(), first_id + batch.record_count - 1), batch.max_timestamp
             if first_id <= name.refused or _epoch_of(name.refused) < batch.producer_epoch:
                 name.refused = 0
             return task
@@ -413,7 +413,7 @@ class ProduceHandler:
                 self._evicted_at = time.monotonic()
         return name
 
-    def _hand_over(
+    def _send_lines(
         self,
         label: bytes,
         part: ProducedPart,
@@ -533,7 +533,7 @@ def _epoch_of(id: int) -> int:
 
 def _judge(batch: RecordBatch, first_id: int, name: _Name) -> Produced | None:
     """Return the refusal of a batch; None if it is the next one, or may be stored already."""
-    last = name.known()
+    last = name.last_known()
     epoch = _epoch_of(last)
     if last and batch.producer_epoch < epoch:
         return Produced(ErrorCode.invalid_producer_epoch, text=f"epoch {batch.producer_epoch}, where {epoch} is known")
@@ -576,8 +576,8 @@ def _note_refused(name: _Name, part: ProducedPart) -> None:
     """Note that a batch was refused before it was handed over."""
     producer = read_producer(part.records or b"")
     if producer is not None:
-        first_id = _first_id(producer.epoch, producer.sequence, name.known())
-        if name.last is None or first_id <= name.known():
+        first_id = _first_id(producer.epoch, producer.sequence, name.last_known())
+        if name.last is None or first_id <= name.last_known():
             name.doubt(first_id)
         name.refuse(first_id)
 

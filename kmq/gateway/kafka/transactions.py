@@ -285,12 +285,12 @@ class Transactions(ApiHandler):
 
         `id`: None where only the producer id is known. Raises also while a decided transaction is being written.
         """
-        txn = self._known(id, pid, epoch)
+        txn = self._of_producer(id, pid, epoch)
         if txn.is_ending:
             raise concurrent(f"{txn.id}: what is decided is being written")
         return txn
 
-    def _known(self, id: str | None, pid: int, epoch: int) -> Transaction:
+    def _of_producer(self, id: str | None, pid: int, epoch: int) -> Transaction:
         self._admit()
         txn = self._by_pid.get(pid)
         if txn is None or id not in (None, txn.id):
@@ -302,7 +302,7 @@ class Transactions(ApiHandler):
         if epoch != txn.epoch:
             raise fenced(f"{txn.id}: epoch {epoch}, where {txn.epoch} is in force")
 
-    def known(self) -> Mapping[str, Transaction]:
+    def by_id(self) -> Mapping[str, Transaction]:
         """Return all transactional ids. Do not change them. Raises RequestRefused."""
         self._admit()
         return self._transactions
@@ -463,7 +463,7 @@ class Transactions(ApiHandler):
 
     async def _let_in(self, id: str | None, pid: int, epoch: int) -> HeldBatch:
         """Let a batch or offsets into a transaction, and open it if needed. Abort a transaction that is too large."""
-        txn = self._known(id, pid, epoch)
+        txn = self._of_producer(id, pid, epoch)
         if txn.nbytes > self._settings.kafka_txn_bytes:
             self._abort_soon(txn, f"over KMQ_KAFKA_TXN_BYTES={self._settings.kafka_txn_bytes}")
             raise fenced(f"{txn.id}: the transaction has {txn.nbytes} bytes, over KMQ_KAFKA_TXN_BYTES; it is aborted")
@@ -531,7 +531,7 @@ class Transactions(ApiHandler):
     async def _end_txn(self, call: Call) -> Fields:
         body = call.body
         try:
-            txn = self._known(body.transactional_id, body.producer_id, body.producer_epoch)
+            txn = self._of_producer(body.transactional_id, body.producer_id, body.producer_epoch)
             await self._in_task(self._end(txn, body.producer_epoch, is_commit=body.committed))
         except REFUSALS as err:
             return {"error_code": refusal_code(call, err, _FENCED_FROM)}
