@@ -181,7 +181,7 @@ class HttpAccess:
                 return response
             finally:
                 if operation is not None and _changes(operation) and not caller.is_dry_run:
-                    self._tell(request, operation, caller, status)
+                    self._log_change(request, operation, caller, status)
 
         return guard
 
@@ -225,7 +225,7 @@ class HttpAccess:
             raise RequestRefused("forbidden", text)
         return Caller("", frozenset(), may_change)
 
-    def _tell(self, request: web.Request, operation: Operation, caller: Caller, status: int) -> None:
+    def _log_change(self, request: web.Request, operation: Operation, caller: Caller, status: int) -> None:
         if 300 <= status < 500:
             return  # refused: nothing was done
         failed = {"status": status} if status >= 500 else {}

@@ -1356,7 +1356,7 @@ MUTANTS = [
     ),
     Mutant(
         "groups: an answer that was sent counts as arrived",
-        [("kmq/gateway/http/exchange.py", "        connection.answered(known)\n", "        known(True)\n")],
+        [("kmq/gateway/http/exchange.py", "        connection.answered(settle)\n", "        settle(True)\n")],
         [HTTP_GROUPS],
     ),
     Mutant(

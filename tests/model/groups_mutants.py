@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant(
         "who is silent stays",
         stories.who_is_silent_for_its_session_is_ended,
-        ("group", "            self.beaten + self.options.session_s, self.polled", "            self.polled"),
+        ("group", "            self.last_beat + self.options.session_s,\n", ""),
     ),
     Mutant(
         "an alarm is set once only",
@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "a beat is not heard",
         stories.every_word_of_a_member_is_a_sign_of_life,
-        ("coordinator", "        known.beaten = now\n        if polled:", "        if polled:"),
+        ("coordinator", "        known.last_beat = now\n        if polled:", "        if polled:"),
     ),
     Mutant(
         "void alarms are kept",
@@ -151,12 +151,16 @@ MUTANTS = [
     Mutant(
         "a beat counts as asking for records",
         stories.who_asks_for_no_records_is_ended_although_it_beats,
-        ("coordinator", "        if polled:\n            known.polled", "        if True:\n            known.polled"),
+        (
+            "coordinator",
+            "        if polled:\n            known.last_poll",
+            "        if True:\n            known.last_poll",
+        ),
     ),
     Mutant(
         "who gives nothing up stays",
         stories.who_does_not_give_up_what_moves_is_ended,
-        ("group", "self.options.max_poll_s, self.sync_by, self.revoke_by", "self.options.max_poll_s, self.sync_by"),
+        ("group", "            self.revoke_by,\n        )", "        )"),
     ),
     Mutant(
         "each new generation prolongs the time to take it",

@@ -10,7 +10,7 @@ ROWS = {7: NackRow(1, 100.0), 3: NackRow(2, 50.0), 9: NackRow(1, 300.0)}
 def test_what_is_due_comes_in_order_and_only_once_while_it_is_in_hand():
     deliveries = Deliveries()
     assert deliveries.due("g", PLACE, ROWS, 200.0) == [3, 7] and deliveries.next_due("g", PLACE, ROWS) == 50.0
-    deliveries.take("g", PLACE, 3, OpenDelivery("m", 20))
+    deliveries.open("g", PLACE, 3, OpenDelivery("m", 20))
     assert deliveries.due("g", PLACE, ROWS, 200.0) == [7] and deliveries.next_due("g", PLACE, ROWS) == 100.0
     assert deliveries.due("other", PLACE, ROWS, 200.0) == [3, 7] and deliveries.due("g", OTHER, ROWS, 200.0) == [3, 7]
     assert deliveries.give_back("g", PLACE, 3) and not deliveries.give_back("g", PLACE, 3)
@@ -20,8 +20,8 @@ def test_what_is_due_comes_in_order_and_only_once_while_it_is_in_hand():
 
 def test_only_a_commit_behind_the_delivery_says_that_a_message_is_done():
     deliveries = Deliveries()
-    deliveries.take("g", PLACE, 3, OpenDelivery("m", 20))
-    deliveries.take("g", PLACE, 7, OpenDelivery("m", 22))
+    deliveries.open("g", PLACE, 3, OpenDelivery("m", 20))
+    deliveries.open("g", PLACE, 7, OpenDelivery("m", 22))
     assert deliveries.done_by("g", PLACE, 4) == []  # it may be a commit of before the delivery
     for offset, position in ((3, 20), (7, 22)):
         deliveries.show("g", PLACE, offset, position)
@@ -35,7 +35,7 @@ def test_only_a_commit_behind_the_delivery_says_that_a_message_is_done():
 def test_what_a_member_had_in_hand_is_due_again_when_it_reads_that_partition_no_more():
     deliveries = Deliveries()
     for place, offset, member in ((PLACE, 3, "m"), (PLACE, 7, "n"), (OTHER, 3, "m")):
-        deliveries.take("g", place, offset, OpenDelivery(member, 20))
+        deliveries.open("g", place, offset, OpenDelivery(member, 20))
     deliveries.release("g", "m", keeps=[OTHER])
     assert (deliveries.due("g", PLACE, ROWS, 200.0), deliveries.due("g", OTHER, ROWS, 200.0)) == ([3], [7])
     deliveries.release("g", "m")
@@ -92,7 +92,7 @@ def test_who_commits_an_offset_from_inside_an_answer_has_it():
 def test_what_is_sent_again_is_on_the_way_once():
     deliveries = Deliveries()
     for offset in (1, 2):
-        deliveries.take("g", PLACE, offset, OpenDelivery("m", 9, is_shown=True))
+        deliveries.open("g", PLACE, offset, OpenDelivery("m", 9, is_shown=True))
     sent(deliveries, 5, 6, 7, again=[1, 2])
     answer = sent(deliveries, 5, 6, again=[1])
     sent(deliveries, 8)

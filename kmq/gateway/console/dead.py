@@ -14,7 +14,7 @@ from typing import Any
 
 from kmq.deadletters.selection import Filter, Selection, StoredRecord, replay
 from kmq.errors import ConfigError, KmqError
-from kmq.gateway.console.messages import ANSWER_BYTES, shown, told, weight
+from kmq.gateway.console.messages import ANSWER_BYTES, damage_json, shown, weight
 from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.partitions import Partition, Partitions
 from kmq.log.damage import DamageError
@@ -79,7 +79,7 @@ class DeadLetters:
             "groups": groups,
             "total": total,
             "more": more,
-            "error": None if damage is None else told(damage),
+            "error": None if damage is None else damage_json(damage),
         }
 
     def replay(self, name: str, filters: Sequence[str], rate: float, most: int, dry_run: bool) -> dict[str, Any]:

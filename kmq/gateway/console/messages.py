@@ -157,7 +157,7 @@ def find_messages(partitions: Partitions, finder: SeqFinder, topic: str, wanted:
     try:
         begun = _begin(partitions, finder, topic, wanted)
     except DamageError as err:
-        return _answer([], [], [], None, 0, 0) | {"error": told(err)}
+        return _answer([], [], [], None, 0, 0) | {"error": damage_json(err)}
     return (_newest if wanted.is_tail else _onward)(begun, wanted)
 
 
@@ -173,7 +173,7 @@ def _answer(
         "before": before,
         "looked": looked,
         "of": of,
-        "error": None if damage is None else told(damage),
+        "error": None if damage is None else damage_json(damage),
     }
 
 
@@ -369,7 +369,7 @@ def _rows(found: list[Message]) -> list[dict[str, Any]]:
     return rows
 
 
-def told(damage: DamageError) -> dict[str, Any]:
+def damage_json(damage: DamageError) -> dict[str, Any]:
     """Return damage as JSON shows it."""
     return {
         "code": "damaged",
@@ -441,7 +441,7 @@ class Follower:
             "shown": len(rows),
             "share": round(len(rows) / seen, 6) if seen else 1.0,
             "messages": [*rows],
-            "error": None if damage is None else told(damage),
+            "error": None if damage is None else damage_json(damage),
         }
 
     def _next_places(self) -> list[_PartitionEnd]:

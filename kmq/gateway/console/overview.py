@@ -119,7 +119,7 @@ _LAGS_AT_ONCE, _PLACES = 200, 2000
 _SHOWN = 20
 
 
-class Asked(NamedTuple):
+class LagQuery(NamedTuple):
     """A group to find the lag of: its commit in each partition (None: no commit), and messages to deliver again."""
 
     group: str
@@ -130,7 +130,7 @@ class Asked(NamedTuple):
 
 
 class _Lag(NamedTuple):
-    asked: Asked
+    query: LagQuery
     messages: int
     oldest: tuple[str, int, int] | None  # the partition with the largest lag, and its first offset not committed
     at: float  # unix seconds
@@ -162,7 +162,7 @@ class GroupLags:
         found = sorted(self._lags.items(), key=lambda pair: -pair[1].messages)
         return {name: float(lag.messages) for name, lag in found}
 
-    def ask(self) -> list[Asked]:
+    def ask(self) -> list[LagQuery]:
         """Return the groups whose turn it is; [] until the committed offsets are loaded."""
         try:
             self._groups.describe("")
@@ -172,7 +172,7 @@ class GroupLags:
         self._names = self._groups.coordinator.groups()
         self._lags = {name: lag for name in self._names if (lag := self._lags.get(name)) is not None}
         first = self._turn % len(self._names) if self._names else 0
-        asked: list[Asked] = []
+        queries: list[LagQuery] = []
         room = _PLACES
         for name in islice((*self._names[first:], *self._names[:first]), _LAGS_AT_ONCE):
             members, partitions = self._groups.coordinator.read_by(name)
@@ -181,24 +181,24 @@ class GroupLags:
             committed |= {place: row.offset for place, row in self._groups.committed(name).items()}
             some = dict(islice(committed.items(), room))
             waiting = self._groups.store.table.waiting(name)
-            asked.append(Asked(name, self._groups.coordinator.state(name).value, members, some, waiting))
+            queries.append(LagQuery(name, self._groups.coordinator.state(name).value, members, some, waiting))
             room -= len(some)
             self._turn = first = first + 1
             if room <= 0:
                 break
-        return asked
+        return queries
 
-    def look(self, asked: list[Asked]) -> None:
+    def look(self, queries: list[LagQuery]) -> None:
         """Find the lags of these groups."""
         bounds: dict[Partition, tuple[int, int] | None] = {}  # many groups read the same partitions
         found: dict[Partition, Gaps] = {}
-        for topic, number in {partition for row in asked for partition in row.committed}:
+        for topic, number in {partition for row in queries for partition in row.committed}:
             try:
                 bounds[topic, number] = self._partitions.bounds(topic, number)
                 found[topic, number] = self._partitions.gaps(topic, number)
             except (RequestRefused, DamageError, OSError):  # just deleted; damage is reported elsewhere
                 bounds[topic, number] = None
-        self._lags |= {row.group: _lag_of(row, bounds, found) for row in asked}
+        self._lags |= {row.group: _lag_of(row, bounds, found) for row in queries}
         shown = {lag.oldest for lag in self._shown() if lag.oldest is not None}
         self._received = {place: at for place, at in self._received.items() if place in shown}
         for topic, number, offset in shown - self._received.keys():
@@ -211,9 +211,9 @@ class GroupLags:
         """Return the groups with the largest lag, ready for JSON. `now`: unix seconds."""
         return [
             {
-                "group": lag.asked.group,
-                "state": lag.asked.state,
-                "members": lag.asked.members,
+                "group": lag.query.group,
+                "state": lag.query.state,
+                "members": lag.query.members,
                 "lag": lag.messages,
                 "lag_seconds": self._seconds(lag, now),
                 "as_of": round(lag.at, 3),
@@ -222,7 +222,7 @@ class GroupLags:
         ]
 
     def _shown(self) -> list[_Lag]:
-        return sorted(self._lags.values(), key=lambda lag: (-lag.messages, lag.asked.group))[:_SHOWN]
+        return sorted(self._lags.values(), key=lambda lag: (-lag.messages, lag.query.group))[:_SHOWN]
 
     def _seconds(self, lag: _Lag, now: float) -> float | None:
         if lag.oldest is None:
@@ -231,17 +231,19 @@ class GroupLags:
         return None if received is None else round(max(0.0, now - received), 3)
 
 
-def _lag_of(asked: Asked, bounds: Mapping[Partition, tuple[int, int] | None], gaps: Mapping[Partition, Gaps]) -> _Lag:
+def _lag_of(
+    query: LagQuery, bounds: Mapping[Partition, tuple[int, int] | None], gaps: Mapping[Partition, Gaps]
+) -> _Lag:
     total, largest, oldest = 0, 0, None
-    for place, offset in asked.committed.items():
+    for place, offset in query.committed.items():
         found = bounds[place]
         if found is None:
             continue
-        lag, first = partition_lag(found, offset, asked.waiting.get(place, ()), gaps[place])
+        lag, first = partition_lag(found, offset, query.waiting.get(place, ()), gaps[place])
         total += lag
         if lag > largest:
             largest, oldest = lag, (place[0], place[1], first)
-    return _Lag(asked, total, oldest, time.time())
+    return _Lag(query, total, oldest, time.time())
 
 
 # --- overview --------------------------------------------------------------------------------------------------------
@@ -272,8 +274,8 @@ class ConsoleOverview:
             try:
                 now = int(time.monotonic() / STEP_S)
                 is_watched = time.monotonic() - self._made[0] < _WATCHED_S
-                asked = self.groups.ask() if now != step or is_watched else None
-                await self._run(self._look, asked)
+                queries = self.groups.ask() if now != step or is_watched else None
+                await self._run(self._look, queries)
                 step = now
             except Exception:
                 logging.getLogger(__name__).exception("a look at the broker failed")
@@ -297,13 +299,13 @@ class ConsoleOverview:
 
     # --- in the thread -----------------------------------------------------------------------------------------------
 
-    def _look(self, asked: list[Asked] | None) -> None:
-        """Look at the broker; with `asked`, also at groups and files, and write a step of the history."""
+    def _look(self, queries: list[LagQuery] | None) -> None:
+        """Look at the broker; with `queries`, also at groups and files, and write a step of the history."""
         self._broker.look(_BUDGET_S)
-        if asked is None:
+        if queries is None:
             return
         self._broker.follow_files()
-        self.groups.look(asked)
+        self.groups.look(queries)
         if self.groups.names is not None:
             self.history.forget(set(self.groups.names))
         self.history.put(self._values(), self.groups.messages())

@@ -221,7 +221,7 @@ class Damage:
     """A reader's error on a partition, which is damaged or was deleted, and whether the reader was told."""
 
     def __init__(self) -> None:
-        self._told, self._rests_until = "", 0.0
+        self._last_error, self._rests_until = "", 0.0
 
     @property
     def is_resting(self) -> bool:
@@ -230,9 +230,9 @@ class Damage:
 
     def is_new(self, err: Exception) -> bool:
         """Let the partition rest. Return True if the reader has not been told of this error."""
-        known, self._told = self._told, str(err)
+        before, self._last_error = self._last_error, str(err)
         self._rests_until = time.monotonic() + _REST_S
-        return known != self._told
+        return before != self._last_error
 
 
 class Cursor:

@@ -406,13 +406,13 @@ def _end_offsets(scrape: "Scrape") -> Samples:
 
 
 @lru_cache(maxsize=1)
-def _known(data: str) -> CompactedTopics:
+def _compacted_topics(data: str) -> CompactedTopics:
     return CompactedTopics(data)
 
 
 @lru_cache(maxsize=1)
 def _tables(data: str, period: int) -> list[CompactedTopic]:
-    return _known(data).found()
+    return _compacted_topics(data).found()
 
 
 def _compacted(scrape: "Scrape", value: Callable[[CompactedTopic, int, Pass | None, int], float | None]) -> Samples:

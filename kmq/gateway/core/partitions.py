@@ -273,7 +273,7 @@ class Batch(NamedTuple):
     text: bytes = b""
 
 
-def _take(log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
+def _read_batch(log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
     """Return records from `start` on and before `end`, of one segment; None if there are none.
 
     The segment is opened once, and each block is checked once. Raises FileNotFoundError if a segment has gone
@@ -295,7 +295,7 @@ def _take(log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
 
 
 def _first_of(segment: SegmentReader, log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
-    """Return `_take` of one segment. Blocks are taken until they are enough, the last one only as far as it fits."""
+    """Return a batch of one segment. Blocks are taken until they are enough, the last one only as far as it fits."""
     begin, last = -1, None
     try:
         for piece in segment.checked_lines(start, log.known_in(segment, start), log.near_in(segment)):
@@ -469,7 +469,7 @@ class Partition:
         self.check()
         while True:
             with suppress(FileNotFoundError):  # retention or compaction removed a segment meanwhile: look again
-                batch = _take(self._log, offset, min(END, offset + most), min(max_bytes, MAX_BATCH))
+                batch = _read_batch(self._log, offset, min(END, offset + most), min(max_bytes, MAX_BATCH))
                 if batch is not None:
                     self._owner.reach(self, batch.offset + batch.lines)
                     return batch

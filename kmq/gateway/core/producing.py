@@ -137,7 +137,7 @@ class Producing:
 
         self._in_background(work())
 
-    async def bury(self, topic: str, values: Sequence[bytes]) -> None:
+    async def write_dead_letters(self, topic: str, values: Sequence[bytes]) -> None:
         """Store the beginnings of values that are too long for a message as dead letters. Raises RequestRefused."""
         letters = [record.long_letter(topic, value, len(value), self._max_line) + b"\n" for value in values]
         delivery = await self._through(("letters", ""), lambda sender: sender.send_lines(letters))

@@ -167,13 +167,13 @@ class TopicAdmin:
 
     async def describe(self, name: str) -> TopicState:
         """Return one topic."""
-        return await asyncio.to_thread(self._known, name)
+        return await asyncio.to_thread(self._read, name)
 
     async def sizes(self, topic: TopicState) -> list[PartitionSize]:
         """Return offsets, bytes and segments of each partition."""
         return await asyncio.to_thread(bounds.measure, self._data, topic.name, topic.partitions)
 
-    def _known(self, name: str) -> TopicState:
+    def _read(self, name: str) -> TopicState:
         if not self.exists(name):
             check_data(self._data)
             raise RequestRefused("unknown_topic", f"topic {name!r}: does not exist")

@@ -90,7 +90,7 @@ class GroupAdmin:
 
     async def describe(self, group: str) -> tuple[GroupView, list[PartitionLag]]:
         """Return a group, and its lag in each partition that it reads or has committed."""
-        view = self._known(group)
+        view = self._view(group)
         committed = {place: row.offset for place, row in self._groups.committed(group).items()}
         places = {TopicPartition(*place) for place in committed}
         begun = self._groups.deliveries.begun(group)
@@ -153,7 +153,7 @@ class GroupAdmin:
                 self._groups.overtake(group, place, gaps.range_of(found, first, row.start))
         return [row._replace(overtaken=deliveries.overtaken(group, (row.topic, row.partition))) for row in rows]
 
-    def _known(self, group: str) -> GroupView:
+    def _view(self, group: str) -> GroupView:
         view = self._groups.describe(group)
         if view is None:
             raise RequestRefused("unknown_group", f"group {group!r}: does not exist")
@@ -230,14 +230,14 @@ class GroupAdmin:
 
         Returns (partition, offset that was committed or None, new offset).
         """
-        self._known(group)
+        self._view(group)
         before = {place: row.offset for place, row in self._groups.committed(group).items()}
         offsets = await (self.plan if dry_run else self.seek)(group, topic, to)
         return [(number, before.get((topic, number)), offset) for number, offset in sorted(offsets.items())]
 
     async def delete(self, group: str) -> None:
         """Forget a group without members and its offsets; it is forgotten on disk when this returns."""
-        self._known(group)
+        self._view(group)
         self._groups.coordinator.check_empty(group)
         self._groups.store.check_complete(group)
         await self._groups.store.delete(group)
@@ -248,7 +248,7 @@ class GroupAdmin:
 
         Returns the partitions of those topics. The others are forgotten on disk when this returns.
         """
-        view = self._known(group)
+        view = self._view(group)
         if view.protocol_type:
             self._groups.coordinator.check_empty(group)  # only Kafka members know what they read
         subscribed = {topic for member in view.members for topic in member.topics}

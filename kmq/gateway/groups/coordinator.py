@@ -97,12 +97,12 @@ class Registry:
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    def known(self, group: str, member: str) -> tuple[Group, Member]:
+    def find(self, group: str, member: str) -> tuple[Group, Member]:
         """Return the group and the member. Raises RequestRefused (unknown_member)."""
         found = self.groups.get(group)
         if found is None:
             raise RequestRefused("unknown_member", f"group {group} has no members; join again")
-        return found, found.known(member)
+        return found, found.member(member)
 
     def check_group(self, group: str) -> None:
         """Raise RequestRefused (too_many_groups) unless the group is there or there is room for it."""
@@ -367,17 +367,17 @@ class Coordinator:
 
     def beat(self, group: str, member: str, generation: int | None, now: float, polled: bool = False) -> None:
         """Note a sign of life; `polled`: the member asked for records. Raises RequestRefused: unknown_member, fenced."""
-        found, known = self._registry.known(group, member)
+        found, known = self._registry.find(group, member)
         found.fence(known, generation)
-        known.beaten = now
+        known.last_beat = now
         if polled:
-            known.polled = now
+            known.last_poll = now
 
     def sync(self, group: str, member: str, generation: int | None, now: float) -> None:
         """Note that the member knows its assignment of `generation`. Counts as a beat, and raises what `beat` raises."""
-        found, known = self._registry.known(group, member)
+        found, known = self._registry.find(group, member)
         known.answer(found.fence(known, generation), now)
-        known.beaten = now
+        known.last_beat = now
         self._registry.watch(found, known)
         self._registry.settled(found)
 
@@ -386,7 +386,7 @@ class Coordinator:
 
         Raises RequestRefused: unknown_member, fenced, subscription_too_large.
         """
-        found, known = self._registry.known(group, member)
+        found, known = self._registry.find(group, member)
         found.fence(known, generation)
         if member != found.leader or generation != found.generation or found.waits():
             return  # another member assigns, or the leader will assign later
@@ -402,14 +402,14 @@ class Coordinator:
 
     def revoked(self, group: str, member: str, generation: int | None, now: float) -> None:
         """Note that the member has stopped reading what was revoked up to `generation`. Counts as `sync`."""
-        found, known = self._registry.known(group, member)
+        found, known = self._registry.find(group, member)
         found.give_up(known, found.fence(known, generation), now)
         self.sync(group, member, generation, now)
         self._registry.wake(found)
 
     def leave(self, group: str, member: str, now: float) -> None:
         """End a member at once, without an event for it. Raises RequestRefused: unknown_member."""
-        found, known = self._registry.known(group, member)
+        found, known = self._registry.find(group, member)
         self._registry.end(found, known, "", now)
 
     # --- commits ------------------------------------------------------------------------------------------------------
@@ -441,9 +441,9 @@ class Coordinator:
                 check_exists(partition, self._registry.exists)
             self._registry.changed(self._registry.make(group, now))
             return
-        found, known = self._registry.known(group, member)
+        found, known = self._registry.find(group, member)
         found.check_commit(known, generation, wanted, self._registry.exists)
-        known.beaten = now
+        known.last_beat = now
 
     def committed(self, group: str, now: float) -> None:
         """Note that offsets of the group are stored, after `check_commit`. From now on the group is remembered."""
@@ -546,12 +546,12 @@ class Coordinator:
 
     def assignment(self, group: str, member: str) -> Assignment:
         """Return the newest generation and what the member may read in it. Raises RequestRefused: unknown_member."""
-        found, known = self._registry.known(group, member)
+        found, known = self._registry.find(group, member)
         return Assignment(
             generation=found.generation,
             partitions=known.assignment(),
             changed=known.changed,
-            revoking=known.asked(),
+            revoking=known.revocation(),
             is_due=found.waits(),
             protocol=found.assignor,
             leader=found.leader,

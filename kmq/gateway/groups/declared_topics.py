@@ -71,14 +71,14 @@ class DeclaredTopics:
             return
         self._why = ""
         self._seen, self._at = seen, time.monotonic() + _TOPICS_S
-        self._take(declared)
+        self._apply(declared)
         self._has_looked = True
         self._first.clear()
 
     async def know(self, names: Iterable[str]) -> None:
         """Look up topics that are named now, because they may be younger than the last look."""
         found = await asyncio.to_thread(self._partitions.declared_of, names)
-        self._take(self._declared | found)  # after the look: meanwhile another one may have found more
+        self._apply(self._declared | found)  # after the look: meanwhile another one may have found more
 
     def _look_at_all(self) -> _Declared:
         names = topics.names(self._data)
@@ -86,7 +86,7 @@ class DeclaredTopics:
             self._first = {name: self._partitions.first_count(name) for name in names}
         return self._partitions.declared_of(names)
 
-    def _take(self, declared: _Declared) -> None:
+    def _apply(self, declared: _Declared) -> None:
         # A pending topic keeps its former from_seq. Otherwise the router's next value would look like its first life.
         since_of = {name: since for name, (_, since) in self._declared.items()}
         declared = {

@@ -1,34 +1,34 @@
 """Deliveries that are not committed yet: which messages each member has, and which must be delivered again. Pure code.
 
-Example: a member gives back offset 7 of orders/0. `due` returns [7] once its row is due, `take` notes who has it, and
+Example: a member gives back offset 7 of orders/0. `due` returns [7] once its row is due, `open` notes who has it, and
 after a commit of offset 8 by that member `done_by` returns [7].
 
 A message that was shown to a group is in one of these states, for each group:
 
     state        begins when                                 a commit past it      its reader dies
-    read         a member is given it, as a new message      done                  doubted, if the program got it; or new
+    read         a member is given it, as a new message      done                  in doubt, if the program got it; or new
     given back   its reader gives it back (NackRow)          stays given back      stays given back
-    in hand      it is due, and delivered again              done                  apart
+    in hand      it is due, and delivered again              done                  single
     on the way   the next answer is sent, and nobody knows   given back            as it was before
                  whether the one with this message arrived
-    doubted      its reader died (see Parts)                 done                  doubted, in smaller parts
-    apart        its reader died with it in hand             as in hand            apart, and this delivery counts
+    in doubt     its reader died (see Parts)                 done                  in doubt, in smaller parts
+    single       its reader died with it in hand             as in hand            single, and this delivery counts
 
     done         the member committed the position that came with the message, or just this message (offset + 1)
     overtaken    deleted by retention or truncation before the group had read it; each offset is counted once
 
 Parts       Messages in doubt are those that a dead reader's program had, as far as its client reports that. They are
             delivered again in a part of such messages, and the part is all that its reader has. If that reader dies,
-            its part is divided by _PARTS, until each message is delivered apart: as the only message that its reader
+            its part is divided by _PARTS, until each message is delivered singly: as the only message that its reader
             has. So a message that kills its reader is found in a few deaths, and what a killed client had buffered is
             not read one by one.
 Invariant   A message that was given back is delivered before new ones, to one member at a time. Only a commit that came
             after its delivery makes it done, so an older commit of a higher offset does not remove it.
             A commit of a later answer never makes a message done that is on the way: it is delivered again.
-            When a reader dies, only the delivery of a message that it had apart counts, and only if it has not polled
+            When a reader dies, only the delivery of a single message counts, and only if the reader has not polled
             since. So a message that kills its reader never counts against its neighbours.
-Crash       Messages in hand and apart are known in memory only. After a start of the gateway their rows are due again,
-            and deliveries that were counted stay counted.
+Crash       Which messages are in hand or single is known in memory only. After a start of the gateway their rows are due
+            again, and deliveries that were counted stay counted.
 Memory      An entry for each message in hand (at most the rows of the store), and a few for each partition.
             An offset for each message on the way in answers of open connections. Of closed connections at most as many
             as the store has rows (`Answers.first_kept`).
@@ -57,7 +57,7 @@ class OpenDelivery(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """New messages up to offset `end` are delivered in parts of at most `most` messages; 1: each apart."""
+    """New messages up to offset `end` are delivered in parts of at most `most` messages; 1: each singly."""
 
     end: int
     most: int
@@ -151,9 +151,9 @@ class Deliveries:
         self.answers = Answers()
         self._open: dict[tuple[str, Partition], dict[int, OpenDelivery]] = {}
         self._read: dict[tuple[str, str], dict[Partition, int]] = {}  # group and member → the next new message of each
-        # Rows to deliver apart → whether the next delivery counts: not if the last one was counted, but was not apart.
-        self._apart: dict[tuple[str, Partition], dict[int, bool]] = {}
-        self._doubted: dict[tuple[str, Partition], list[Doubt]] = {}  # in order, the smallest parts first
+        # Rows to deliver singly → whether the next delivery counts: not if the last one was counted, but was not single.
+        self._single: dict[tuple[str, Partition], dict[int, bool]] = {}
+        self._in_doubt: dict[tuple[str, Partition], list[Doubt]] = {}  # in order, the smallest parts first
         # Group and member → by partition, the next offset that its program was not given. Of clients that report it.
         self._handed_out: dict[tuple[str, str], dict[Partition, int]] = {}
         self.deaths: dict[str, list[float]] = {}  # group → since its last commit, when members with messages died
@@ -165,7 +165,7 @@ class Deliveries:
 
     # --- delivering --------------------------------------------------------------------------------------------------
 
-    def take(self, group: str, place: Partition, offset: int, delivery: OpenDelivery) -> None:
+    def open(self, group: str, place: Partition, offset: int, delivery: OpenDelivery) -> None:
         """Note that a message was delivered again."""
         self._open.setdefault((group, place), {})[offset] = delivery
         if delivery.is_alone:
@@ -274,13 +274,13 @@ class Deliveries:
             self._handed_out.pop((group, member), None)
 
     def died(self, group: str, member: str, committed: Mapping[Partition, CommittedOffset]) -> None:
-        """Note that a member has died: its program's messages are delivered again, in parts or each apart."""
+        """Note that a member has died: its program's messages are delivered again, in parts or singly."""
         handed_out, has_died = self._handed_out.pop((group, member), None), False
         self.answers.release(group, member)
         for place, offset in self._of(group, member):
             was_alone = self._open[group, place][offset].is_alone
             self.give_back(group, place, offset)
-            self._apart.setdefault((group, place), {})[offset] = was_alone
+            self._single.setdefault((group, place), {})[offset] = was_alone
         for place, position in self._read.pop((group, member), {}).items():
             end = position if handed_out is None else min(position, handed_out.get(place, 0))
             begin = committed[place].offset if place in committed else self._began.get((group, place), 0)
@@ -294,8 +294,8 @@ class Deliveries:
         """Divide the messages that a dead reader had into smaller parts. Later messages stay in doubt as they were."""
         known = self.doubt(group, place, begin)
         had = end - begin if known is None else min(known.most, end - begin)
-        behind = [doubt for doubt in self._doubted.get((group, place), ()) if doubt.end > end]
-        self._doubted[group, place] = [Doubt(end, max(1, had // _PARTS)), *behind]
+        behind = [doubt for doubt in self._in_doubt.get((group, place), ()) if doubt.end > end]
+        self._in_doubt[group, place] = [Doubt(end, max(1, had // _PARTS)), *behind]
 
     def _of(self, group: str, member: str) -> list[tuple[Partition, int]]:
         return [
@@ -306,42 +306,42 @@ class Deliveries:
             if delivery.member == member
         ]
 
-    def is_apart(self, group: str, place: Partition, offset: int) -> bool:
-        """Return True if a row must be delivered apart."""
-        return offset in self._apart.get((group, place), ())
+    def is_single(self, group: str, place: Partition, offset: int) -> bool:
+        """Return True if a row must be delivered singly."""
+        return offset in self._single.get((group, place), ())
 
     def counts(self, group: str, place: Partition, offset: int) -> bool:
         """Return True if the next delivery of a row counts."""
-        return self._apart.get((group, place), {}).get(offset, True)
+        return self._single.get((group, place), {}).get(offset, True)
 
     def doubt(self, group: str, place: Partition, position: int) -> Doubt | None:
         """Return the part size for new messages from this position on; None: no limit."""
-        if not self._doubted:
+        if not self._in_doubt:
             return None
-        return next((doubt for doubt in self._doubted.get((group, place), ()) if doubt.end > position), None)
+        return next((doubt for doubt in self._in_doubt.get((group, place), ()) if doubt.end > position), None)
 
     def trust(self, group: str, place: Partition, offset: int | None = None) -> None:
         """Deliver a row like any other again. Without `offset`: all rows, and new messages too."""
-        mine = self._apart.get((group, place))
+        mine = self._single.get((group, place))
         if offset is None:
             self.trust_new(group, place)
-            self._apart.pop((group, place), None)
+            self._single.pop((group, place), None)
         elif mine is not None:
             mine.pop(offset, None)
             if not mine:
-                del self._apart[group, place]
+                del self._single[group, place]
 
     def trust_new(self, group: str, place: Partition, offset: int | None = None) -> None:
         """Deliver new messages before `offset`, or all of them, without parts again."""
-        left = [doubt for doubt in self._doubted.pop((group, place), ()) if offset is not None and doubt.end > offset]
+        left = [doubt for doubt in self._in_doubt.pop((group, place), ()) if offset is not None and doubt.end > offset]
         if left:
-            self._doubted[group, place] = left
+            self._in_doubt[group, place] = left
 
     def committed(self, group: str, place: Partition, offset: int) -> None:
         """Note that a group has committed this next offset: earlier messages are no longer in doubt."""
         self._began.pop((group, place), None)
         self.deaths.pop(group, None)
-        if self._doubted:
+        if self._in_doubt:
             self.trust_new(group, place, offset)
 
     def drop(self, group: str, place: Partition | None = None) -> None:
@@ -349,7 +349,7 @@ class Deliveries:
         self.answers.drop(group, place)
         if place is None:
             self.deaths.pop(group, None)
-        for table in (self._open, self._apart, self._doubted, self._began, self._overtaken):
+        for table in (self._open, self._single, self._in_doubt, self._began, self._overtaken):
             for key in [key for key in table if key[0] == group and place in (None, key[1])]:
                 del table[key]
         for pair in [pair for pair, (where, _) in self._alone.items() if pair[0] == group and place in (None, where)]:
@@ -360,7 +360,7 @@ class Deliveries:
     def forget_topics(self, names: Iterable[str]) -> None:
         """Forget the deliveries of topics that were deleted and declared again."""
         gone = set(names)
-        tables = self._open, self._apart, self._doubted, self._began, self._overtaken, self.answers.places()
+        tables = self._open, self._single, self._in_doubt, self._began, self._overtaken, self.answers.places()
         for group, place in {key for table in tables for key in table if key[1][0] in gone}:
             self.drop(group, place)
 
@@ -368,7 +368,7 @@ class Deliveries:
 
     def is_quiet(self, group: str) -> bool:
         """Return True if no new message of any partition of the group is in doubt."""
-        return not self._doubted or not any(other == group for other, _ in self._doubted)
+        return not self._in_doubt or not any(other == group for other, _ in self._in_doubt)
 
     def due(self, group: str, place: Partition, rows: Mapping[int, NackRow], now: float) -> list[int]:
         """Return the offsets that are to be delivered again now, in order."""

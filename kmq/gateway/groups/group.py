@@ -106,16 +106,16 @@ class Member:
     """
 
     __slots__ = (
-        "beaten",
         "changed",
         "client",
         "generation",
         "handed_out",
         "has_news",
         "id",
+        "last_beat",
+        "last_poll",
         "options",
         "owned",
-        "polled",
         "revoke_by",
         "revoking",
         "sync_by",
@@ -126,7 +126,7 @@ class Member:
         self.id, self.client, self.options, self.generation = id, client, options, generation
         self.changed, self.has_news = generation, True
         self.topics = frozenset(options.topics)
-        self.beaten = self.polled = now
+        self.last_beat = self.last_poll = now
         self.owned: dict[TopicPartition, int] = {}  # → the generation in which it was given
         self.revoking: dict[TopicPartition, int] = {}  # → the generation in which it was asked for
         self.sync_by = self.revoke_by = NEVER
@@ -146,16 +146,19 @@ class Member:
     def deadline(self) -> float:
         """Return when the member is overdue without another sign of life."""
         return min(
-            self.beaten + self.options.session_s, self.polled + self.options.max_poll_s, self.sync_by, self.revoke_by
+            self.last_beat + self.options.session_s,
+            self.last_poll + self.options.max_poll_s,
+            self.sync_by,
+            self.revoke_by,
         )
 
     def overdue(self, now: float) -> str:
         """Return the code that ends the member at `now`; "" if it may stay."""
-        if now >= self.beaten + self.options.session_s:
+        if now >= self.last_beat + self.options.session_s:
             return "session_timeout"
         if now >= min(self.sync_by, self.revoke_by):
             return "rebalance_timeout"
-        return "poll_timeout" if now >= self.polled + self.options.max_poll_s else ""
+        return "poll_timeout" if now >= self.last_poll + self.options.max_poll_s else ""
 
     def ask(self, partitions: Iterable[TopicPartition], generation: int, now: float) -> None:
         """Note that the member must give up `partitions`. Asking again does not prolong the deadline."""
@@ -167,8 +170,8 @@ class Member:
         self.has_news = True
         self.owned[partition] = generation
 
-    def tell(self, generation: int, now: float) -> None:
-        """Note that the member was told of a new generation. It must answer only if the generation has news for it.
+    def expect_sync(self, generation: int, now: float) -> None:
+        """Wait for the member's sync of a new generation, if it has news for the member.
 
         Another generation does not prolong the deadline.
         """
@@ -198,8 +201,8 @@ class Member:
             return ()
         return tuple(sorted(self.owned.keys() - self.revoking.keys()))
 
-    def asked(self) -> Partitions:
-        """Return what the member is asked to give up."""
+    def revocation(self) -> Partitions:
+        """Return the partitions that the member must give up."""
         return tuple(sorted(self.revoking))
 
     def view(self) -> MemberView:
@@ -211,7 +214,7 @@ class Member:
             static_name=self.options.static_name,
             topics=tuple(sorted(self.topics)),
             partitions=self.assignment(),
-            revoking=() if self.options.opaque else self.asked(),
+            revoking=() if self.options.opaque else self.revocation(),
             opaque=self.options.opaque,
             handed_out=self.handed_out,
         )
@@ -396,7 +399,7 @@ class Group:
             self._is_stale |= wants_to_assign or member.options.opaque != new.options.opaque
         self._leave_lists(member)
         member.client, member.options, member.topics = new.client, new.options, new.topics
-        member.beaten, member.polled = new.beaten, new.polled
+        member.last_beat, member.last_poll = new.last_beat, new.last_poll
         self._enter(member)
         if owned is not None:
             self._ownership.release(member, [partition for partition in member.owned if partition not in owned])
@@ -467,7 +470,7 @@ class Group:
 
     # --- what members say ---------------------------------------------------------------------------------------------
 
-    def known(self, member: str) -> Member:
+    def member(self, member: str) -> Member:
         """Return the member. Raises RequestRefused (unknown_member)."""
         found = self.members.get(member)
         if found is None:
@@ -551,7 +554,7 @@ class Group:
         if not asks_all:
             ownership.give(self.generation)
         for member in self.members.values():
-            member.tell(self.generation, now)
+            member.expect_sync(self.generation, now)
             self._events.append(Assigned(self.name, member.id, self.generation, member.assignment()))
 
     def _target(self, partitions_of: Mapping[str, int]) -> dict[TopicPartition, str]:

@@ -170,9 +170,9 @@ class Groups:
                     payload = b""
                 else:
                     self._too_large.discard(group.name)
-                self.in_background(self._keep(group.name, payload))
+                self.in_background(self._write_members(group.name, payload))
 
-    async def _keep(self, group: str, payload: bytes) -> None:
+    async def _write_members(self, group: str, payload: bytes) -> None:
         try:
             await self.store.keep_members(group, payload)
         except KmqError as err:

@@ -360,7 +360,9 @@ class OffsetStore:
     async def nack_done(self, group: str, topic: str, partition: int, *offsets: int) -> None:
         """Forget given-back messages that were committed, became dead letters, or are gone."""
         known = self.nacks(group, topic, partition)
-        await self._bury(group, [RowKey(group, topic, partition, offset) for offset in offsets if offset in known])
+        await self._write_tombstones(
+            group, [RowKey(group, topic, partition, offset) for offset in offsets if offset in known]
+        )
 
     async def delete(self, group: str, partitions: Collection[Partition] | None = None) -> None:
         """Forget a group, or its rows of some partitions. Durable when this returns.
@@ -368,7 +370,9 @@ class OffsetStore:
         The caller checks that no member reads there.
         """
         rows = [place for place, _ in self.table.rows_of(group)]
-        await self._bury(group, [row for row in rows if partitions is None or (row.topic, row.partition) in partitions])
+        await self._write_tombstones(
+            group, [row for row in rows if partitions is None or (row.topic, row.partition) in partitions]
+        )
 
     async def forget_deleted_topics(self) -> int:
         """Forget offsets of deleted topics; return how many rows. Call it regularly.
@@ -387,7 +391,7 @@ class OffsetStore:
                 left += len(gone)
             elif gone:
                 count += len(gone)
-                await self._bury(group, gone)
+                await self._write_tombstones(group, gone)
         self._deleted.is_due = self._deleted.is_due and left > 0
         return count
 
@@ -447,7 +451,7 @@ class OffsetStore:
             await self._declare()
             await self._send(group, [*rows.items(), *((place, None) for place in gone)])
 
-    async def _bury(self, group: str, places: Sequence[RowKey]) -> None:
+    async def _write_tombstones(self, group: str, places: Sequence[RowKey]) -> None:
         for at in range(0, len(places), _TOMBSTONES):
             await self._send(group, [(place, None) for place in places[at : at + _TOMBSTONES]])
 

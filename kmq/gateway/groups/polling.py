@@ -64,7 +64,7 @@ class Poller:
     def id(self) -> str:
         return self.reader.member
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Handle an event of the coordinator."""
         if isinstance(event, Ended):
             self.ended = event.code
@@ -131,13 +131,13 @@ class Poller:
                     raise
 
     def sent(self, moves: list[Move], answer: Answer, auto_commit: bool = False) -> Callable[[bool], None]:
-        """Note that an answer is sent. Return a function to call when it is known whether it has arrived."""
+        """Note that an answer is sent. The caller calls what this returns once it is known whether it has arrived."""
         answers = self._groups.deliveries.answers
         answers.send(self.group, self.id, answer)
         for move in moves:
             move.cursor.overtaken = range(0)
 
-        def known(has_arrived: bool) -> None:
+        def settle(has_arrived: bool) -> None:
             if not answers.has(self.group, self.id, answer):
                 return  # the member began anew
             if not has_arrived:
@@ -148,7 +148,7 @@ class Poller:
             for move in moves if auto_commit else ():
                 self.delivered[move.place] = max(move.end, self.delivered.get(move.place, 0))
 
-        return known
+        return settle
 
     async def _forget(self, answer: Answer) -> None:
         """Forget rows made when a commit passed an answer that has now arrived, unless delivered meanwhile."""
@@ -246,12 +246,12 @@ class Pollers:
                 reader = Reader(self._fetching, self._groups, self._redelivery, group, name or "")
                 poller = Poller(self._groups, reader)
 
-            def hear(event: Event) -> None:
-                poller.hear(event)
+            def on_event(event: Event) -> None:
+                poller.on_event(event)
                 if isinstance(event, Ended) and self._members.get((group, poller.id)) is poller:
                     del self._members[group, poller.id]
 
-            poller.reader.member = await self._groups.join(group, name, client, asked, hear)
+            poller.reader.member = await self._groups.join(group, name, client, asked, on_event)
             poller.ended = ""
             poller.topics = poller.topics | wanted if asked.keeps_topics else wanted
             self._members[group, poller.id] = poller

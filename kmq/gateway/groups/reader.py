@@ -246,7 +246,7 @@ class Reader:
             group, self.member, lambda place: known[place].offset if place in known else 0
         )
         again: list[DueMessage] = []
-        apart: list[Cursor] = []
+        singles: list[Cursor] = []
         held: set[Partition] = set()
         for cursor in cursors:
             place, position = cursor.place, cursor.offset
@@ -258,11 +258,11 @@ class Reader:
                 again += await self._several(place, position, room)
             except RequestRefused:
                 held.add(place)
-            if self._due(place, is_apart=True) or deliveries.doubt(group, place, position):
-                apart.append(cursor)
+            if self._due(place, is_single=True) or deliveries.doubt(group, place, position):
+                singles.append(cursor)
         if is_idle and not again:
-            while apart:
-                cursor = apart.pop()
+            while singles:
+                cursor = singles.pop()
                 try:
                     one = await self._one(cursor.place, cursor.offset)
                 except RequestRefused:
@@ -272,7 +272,7 @@ class Reader:
                     return Turn([one], [])
                 if self._is_part(cursor):
                     return Turn([], [cursor])
-        if apart:
+        if singles:
             return Turn(again, [])  # no new messages, so that the reader becomes idle
         fresh = []
         for cursor in cursors:
@@ -283,41 +283,41 @@ class Reader:
                 fresh.append(cursor)
         return Turn(again, fresh)
 
-    def _due(self, place: Partition, is_apart: bool) -> list[int]:
+    def _due(self, place: Partition, is_single: bool) -> list[int]:
         deliveries, store = self._groups.deliveries, self._groups.store
         due = deliveries.due(self.group, place, store.nacks(self.group, *place), store.now_s())
-        return [offset for offset in due if deliveries.is_apart(self.group, place, offset) == is_apart]
+        return [offset for offset in due if deliveries.is_single(self.group, place, offset) == is_single]
 
     async def _several(self, place: TopicPartition, position: int, room: Limit) -> list[DueMessage]:
-        """Return a partition's due messages, except those that must be delivered apart."""
+        """Return a partition's due messages, except those that must be delivered singly."""
         deliveries = self._groups.deliveries
-        is_apart = self._due(place, is_apart=True) or deliveries.doubt(self.group, place, position)
-        if is_apart and not await self.redelivery.max_deliveries(place[0]):
+        is_single = self._due(place, is_single=True) or deliveries.doubt(self.group, place, position)
+        if is_single and not await self.redelivery.max_deliveries(place[0]):
             deliveries.trust(self.group, place)
-        due = self._due(place, is_apart=False)
+        due = self._due(place, is_single=False)
         if not due or room.messages <= 0 or room.nbytes <= 0:
             return []
-        found = await self.redelivery.take(self.group, place, position, due, room)
-        return self._take(place, found, position, is_alone=False)
+        found = await self.redelivery.redeliver(self.group, place, position, due, room)
+        return self._deliver(place, found, position, is_alone=False)
 
-    def _take(
+    def _deliver(
         self, place: TopicPartition, found: tuple[list[Message], dict[int, NackRow]], position: int, is_alone: bool
     ) -> list[DueMessage]:
         messages, rows = found
         for message in messages:
             # The member may have read up to here before. So only a commit past that says that it has handled this one.
-            self._groups.deliveries.take(
+            self._groups.deliveries.open(
                 self.group, place, message.offset, OpenDelivery(self.member, position + 1, is_alone)
             )
         return [DueMessage(place, message, rows[message.offset].deliveries, position) for message in messages]
 
     async def _one(self, place: TopicPartition, position: int) -> DueMessage | None:
-        """Return a message to deliver apart: one that is due, or the next new one in doubt."""
+        """Return a message to deliver singly: one that is due, or the next new one in doubt."""
         group, store, deliveries = self.group, self._groups.store, self._groups.deliveries
-        due = self._due(place, is_apart=True)
-        found = await self.redelivery.take(group, place, position, due, Limit(1, 1))
+        due = self._due(place, is_single=True)
+        found = await self.redelivery.redeliver(group, place, position, due, Limit(1, 1))
         if found[0]:
-            return self._take(place, found, position, is_alone=True)[0]
+            return self._deliver(place, found, position, is_alone=True)[0]
         while (doubt := deliveries.doubt(group, place, position)) is not None and doubt.most == 1:
             try:
                 message = await self.redelivery.first(group, place, position)
@@ -336,7 +336,7 @@ class Reader:
                 now = store.now_s()
                 row = NackRow(2, now, _DIED, first=now)
                 await store.nack(group, *place, {message.offset: row})
-                return self._take(place, ([message], {message.offset: row}), position, is_alone=True)[0]
+                return self._deliver(place, ([message], {message.offset: row}), position, is_alone=True)[0]
         return None
 
     def _is_part(self, cursor: Cursor) -> bool:

@@ -229,7 +229,7 @@ class Redelivery:
 
     # --- delivering again --------------------------------------------------------------------------------------------
 
-    async def take(
+    async def redeliver(
         self, group: str, place: Partition, position: int, due: Iterable[int], room: Limit
     ) -> tuple[list[Message], dict[int, NackRow]]:
         """Return due messages in order, and their rows with this delivery counted. The rows are on disk.

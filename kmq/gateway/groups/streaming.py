@@ -2,7 +2,8 @@
 
     fetches = Fetches(reader, wire, …)                  the task that reads requests calls put | tried | finish; serve
                                                         beside
-    rebalances = Rebalances(groups, reader, wire)       the coordinator calls hear; pass_on beside; revoked | leave
+    rebalances = Rebalances(groups, reader, wire)       the coordinator calls on_event; forward_events beside;
+                                                        revoked | leave
     await serve_until_one_ends(…)                       runs all of these
 
 Pull        Only fetches are answered with messages: each fetch gets one batch of one partition. The partitions take
@@ -215,26 +216,26 @@ class Fetches:
 
 
 class Rebalances:
-    """Passes the coordinator's events on to a member in order, and takes the client's answers."""
+    """Forwards the coordinator's events to a member in order, and takes the client's answers."""
 
     def __init__(self, groups: Groups, reader: Reader, wire: Wire) -> None:
         self._groups, self._reader, self._wire = groups, reader, wire
         self._events: deque[Event] = deque()
         self._has_event = asyncio.Event()
         self._unanswered: deque[int] = deque()  # generations of the revokes that the client has not answered
-        self._told = 0  # generation of the last assignment
+        self._generation = 0  # generation of the last assignment
         self.has_left = False
         self.has_assigned = asyncio.Event()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Queue an event of the coordinator."""
         if self._events and isinstance(event, Assigned) and isinstance(self._events[-1], Assigned):
             self._events.pop()  # only the last one is in force
         self._events.append(event)
         self._has_event.set()
 
-    async def pass_on(self) -> Ended:
-        """Pass on the coordinator's events, until one ends the member."""
+    async def forward_events(self) -> Ended:
+        """Forward the coordinator's events, until one ends the member."""
         while True:
             await self._has_event.wait()
             self._has_event.clear()
@@ -252,7 +253,7 @@ class Rebalances:
     async def _assign(self, event: Assigned) -> None:
         await self._reader.assign([(place, None) for place in event.partitions], may_be_gone=True)
         await self._wire.say_assigned(event.generation)
-        self._told = event.generation
+        self._generation = event.generation
         self.has_assigned.set()
         if not self._unanswered and not self.has_left:
             self._groups.sync(self._reader.group, self._reader.member, event.generation)
@@ -265,11 +266,11 @@ class Rebalances:
         group, member = self._reader.group, self._reader.member
         self._groups.revoked(group, member, generation)
         # If the assignment of this generation is not written yet, the last one told is older, and would be fenced.
-        if not self._unanswered and self._told > generation:
-            self._groups.sync(group, member, self._told)
+        if not self._unanswered and self._generation > generation:
+            self._groups.sync(group, member, self._generation)
 
     def leave(self) -> None:
-        """End the member: no more events are passed on."""
+        """End the member: no more events are forwarded."""
         self.has_left = True
         self._groups.leave(self._reader.group, self._reader.member)
         self._reader.revoke([*self._reader.cursors])  # a turn that takes a message from now on gives it back

@@ -147,14 +147,14 @@ class PodBus:
         offset, call = request.offset, call or GrpcCall()
         feed = self._feeds.pop(offset, None) or self._feed(offset)
         record = await self._next(feed, call)
-        self._keep(record.seq + 1 if record else offset, feed)
+        self._cache_feed(record.seq + 1 if record else offset, feed)
         if record is None:
             raise RequestRefused(
                 "not_found", f"nothing at offset {offset} or later; the last seq is {self.watermark.durable}"
             )
         return ConsumeResponse(record=record.payload, next_offset=record.seq + 1)
 
-    def _keep(self, offset: int, feed: Feed) -> None:
+    def _cache_feed(self, offset: int, feed: Feed) -> None:
         """Keep the read-ahead records for the consumer's next call, within _FEEDS and _KEPT_BYTES."""
         self._feeds[offset] = feed
         while len(self._feeds) > _FEEDS or sum(kept.weight for kept in self._feeds.values()) > _KEPT_BYTES:

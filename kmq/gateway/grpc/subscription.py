@@ -100,9 +100,9 @@ class Subscription:
         await self._join(_parsed(first))
         served = self._fetches.serve(), self._listen(requests)
         try:
-            await serve_until_one_ends(served, self._until_ended(), self._rebalances.pass_on())
+            await serve_until_one_ends(served, self._until_ended(), self._rebalances.forward_events())
         finally:
-            self._groups.stop_listening(self._reader.group, self._reader.member, self._hear)
+            self._groups.stop_listening(self._reader.group, self._reader.member, self._on_event)
 
     async def _until_ended(self) -> None:
         await self._has_ended.wait()
@@ -130,17 +130,17 @@ class Subscription:
         self._rebalances = Rebalances(self._groups, self._reader, self)
         self._fetches = Fetches(self._reader, self, "stream", refuses_revoked=False)
         self._reader.member = await self._groups.join(
-            join.group, join.member or None, client, options, self._hear, resume, is_anew=True
+            join.group, join.member or None, client, options, self._on_event, resume, is_anew=True
         )
         await self._say(request.request_id, joined={"member": self._reader.member})
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if self._rebalances.has_left:
             return
         if isinstance(event, Ended):
             self.end(RequestRefused(event.code, f"{known(event.code).text}; join again"))
         else:
-            self._rebalances.hear(event)
+            self._rebalances.on_event(event)
 
     # --- what the client says ----------------------------------------------------------------------------------------
 

@@ -144,11 +144,11 @@ class Exchange(BudgetHolder):
             return outcome(True)
         is_known = asyncio.Event()
 
-        def known(has_arrived: bool) -> None:
+        def settle(has_arrived: bool) -> None:
             is_known.set()
             outcome(has_arrived)
 
-        connection.answered(known)
+        connection.answered(settle)
         if not keep_alive:
             if transport.can_write_eof():
                 transport.write_eof()

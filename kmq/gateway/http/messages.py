@@ -376,7 +376,7 @@ class MessageCalls:
                 return self._send(topic, asked, len(body))
             outcomes = await self._producing.produce(topic, asked.messages, asked.producer)
             if asked.is_raw and (long := _too_long(asked.messages, outcomes)):
-                await self._producing.bury(topic, long)
+                await self._producing.write_dead_letters(topic, long)
         return _answer(topic, asked, outcomes)
 
     def _send(self, topic: str, asked: ProduceRequest, nbytes: int) -> web.Response:

@@ -39,7 +39,7 @@ class LineConnection(ClientConnection):
         super().__init__(serve, siblings)
         self._partial = b""
         self._lines: deque[bytes] = deque()
-        self._take: Callable[[bytes], bool] | None = None  # of the task that waits for a line
+        self._accept: Callable[[bytes], bool] | None = None  # of the task that waits for a line
         self._is_full = False  # too many lines wait, so nothing is received
         self._is_too_long = False
         self._speaks: str | None = None  # according to its first line: "" lines, HTTP or TLS; None: not known yet
@@ -59,9 +59,9 @@ class LineConnection(ClientConnection):
             self._unfinished_since = 0.0
         if self._partial and not self._unfinished_since:
             self._unfinished_since, self.needs_look = time.monotonic(), True
-        if self._take is not None and not self._lines:
+        if self._accept is not None and not self._lines:
             self._idle_since = time.monotonic()
-            while lines and self._take(lines[0]):
+            while lines and self._accept(lines[0]):
                 del lines[0]
         self._lines.extend(lines)
         if len(self._lines) >= _MOST_LINES:
@@ -75,10 +75,10 @@ class LineConnection(ClientConnection):
             self._lines.append(self._partial)
         return super().eof_received()
 
-    async def read_line(self, take: Callable[[bytes], bool] | None = None) -> bytes | None:
+    async def read_line(self, accept: Callable[[bytes], bool] | None = None) -> bytes | None:
         """Return the next line without its newline; None when the client has sent its last. Raises TooLong, OtherProtocol.
 
-        A line that `take` accepts as it arrives is not returned: it costs no turn of the caller's task.
+        A line that `accept` takes as it arrives is not returned: it costs no turn of the caller's task.
         """
         self._idle_since = time.monotonic()
         while not self._lines:
@@ -89,11 +89,11 @@ class LineConnection(ClientConnection):
             if self._is_over:
                 return None
             self._arrived.clear()
-            self._take = take
+            self._accept = accept
             try:
                 await self._arrived.wait()
             finally:
-                self._take = None
+                self._accept = None
         self._idle_since = 0.0
         line = self._lines.popleft()
         if len(line) > MAX_REQUEST:

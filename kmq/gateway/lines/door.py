@@ -51,37 +51,37 @@ _WAIT_S = 5.0  # until a follower checks whether its topic has more partitions
 class Consumption:
     """One CONSUME."""
 
-    def __init__(self, service: Service, connection: LineConnection, asked: Consume) -> None:
-        self._service, self._connection, self._asked = service, connection, asked
-        self._left = asked.most or END  # lines
+    def __init__(self, service: Service, connection: LineConnection, request: Consume) -> None:
+        self._service, self._connection, self._request = service, connection, request
+        self._left = request.most or END  # lines
 
     async def run(self) -> None:
         """Serve the request to its end. Raises RequestRefused, and OSError if the client is gone."""
-        asked = self._asked
-        numbers = None if asked.partition is None else [asked.partition]
-        cursors = await self._service.run(self._open, numbers, asked.first)
+        request = self._request
+        numbers = None if request.partition is None else [request.partition]
+        cursors = await self._service.run(self._open, numbers, request.first)
         damaged: RequestRefused | None = None
         for cursor in cursors:
             try:
                 await self._send_past(cursor)
             except DamageError as err:
                 # The last partition is named, so that a consumer which asks how many there are sees them all.
-                damaged = await self._tell(cursor, err) or damaged
+                damaged = await self._report_damage(cursor, err) or damaged
         if damaged is not None:
             raise damaged
-        if asked.follow:
+        if request.follow:
             await self._follow(cursors)
 
-    async def _tell(self, cursor: Cursor, err: DamageError) -> RequestRefused | None:
+    async def _report_damage(self, cursor: Cursor, err: DamageError) -> RequestRefused | None:
         """Report damage once to a follower of a whole topic. Return the refusal that ends any other request."""
-        if not self._asked.follow or self._asked.partition is not None:
+        if not self._request.follow or self._request.partition is not None:
             return RequestRefused("damaged", f"{cursor.place}: {err}")
         if cursor.damage.is_new(err):
             await self._connection.write(Failed("consume", "damaged", f"{cursor.place}: {err}").encode())
         return None
 
     def _open(self, numbers: Sequence[int] | None, start: Position) -> list[Cursor]:
-        topic, partitions = self._asked.topic, self._service.partitions
+        topic, partitions = self._request.topic, self._service.partitions
         opened = [
             partitions.open(topic, number)
             for number in (range(partitions.count(topic)) if numbers is None else numbers)
@@ -94,7 +94,7 @@ class Consumption:
 
     async def _begin(self, cursor: Cursor, offset: int) -> None:
         cursor.offset = offset
-        if not self._asked.raw:
+        if not self._request.raw:
             await self._connection.write(Started(cursor.place, offset).encode())
 
     async def _send_past(self, cursor: Cursor) -> None:
@@ -138,11 +138,11 @@ class Consumption:
                 try:
                     has_sent |= await self._send_new(cursor)
                 except DamageError as err:
-                    if (damaged := await self._tell(cursor, err)) is not None:
+                    if (damaged := await self._report_damage(cursor, err)) is not None:
                         raise damaged from err
             if not has_sent and self._left:
                 looks = {cursor.partition.directory: cursor.has_news for cursor in cursors}
-                if self._asked.partition is None:
+                if self._request.partition is None:
                     looks[os.path.dirname(cursors[0].partition.directory)] = partial(self._has_grown, len(cursors))
                 await self._service.waking.news(looks, _WAIT_S)
                 await self._add_partitions(cursors)
@@ -161,7 +161,7 @@ class Consumption:
                 return False
             try:
                 said = Batch(cursor.place, batch.offset, batch.lines, batch.span.nbytes)
-                await self._connection.write((b"" if self._asked.raw else said.encode()) + batch.text)
+                await self._connection.write((b"" if self._request.raw else said.encode()) + batch.text)
                 if batch.segment is not None:
                     await self._connection.send(batch.span)
             finally:
@@ -173,12 +173,12 @@ class Consumption:
         return True
 
     def _has_grown(self, known: int) -> bool:
-        return self._service.partitions.count(self._asked.topic) > known
+        return self._service.partitions.count(self._request.topic) > known
 
     async def _add_partitions(self, cursors: list[Cursor]) -> None:
         """Follow partitions that the topic has got meanwhile, from their first record on."""
-        if self._asked.partition is None:
-            count = await self._service.run(self._service.partitions.count, self._asked.topic)
+        if self._request.partition is None:
+            count = await self._service.run(self._service.partitions.count, self._request.topic)
             if count > len(cursors):
                 cursors += await self._service.run(self._open, range(len(cursors), count), EARLIEST)
 

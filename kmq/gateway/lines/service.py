@@ -208,7 +208,7 @@ class StatusPort:
         try:
             question = Question(line)
             self._service.authorize(question.token, peer, "GET_STATUS")
-            place = await self._service.run(self._place, question.seq)
+            place = await self._service.run(self._locate, question.seq)
             if not isinstance(place, RecordPlace):
                 return place
             where = place.topic, place.partition
@@ -220,7 +220,7 @@ class StatusPort:
         except DamageError as err:
             return f"ERR damaged: {err}\n".encode()
 
-    def _place(self, seq: int) -> RecordPlace | bytes:
+    def _locate(self, seq: int) -> RecordPlace | bytes:
         """Return where the record is, or the answer if it is nowhere."""
         if not self._finder.is_numbered(seq):
             return b"UNKNOWN\n"

@@ -61,36 +61,38 @@ class Session:
         connection: LineConnection,
         groups: Groups,
         redelivery: Redelivery | None,
-        asked: requests.Group | requests.Assign,
+        request: requests.Group | requests.Assign,
     ) -> None:
-        self.service, self.connection, self._groups, self._asked = service, connection, groups, asked
-        self._member = asked.member if isinstance(asked, requests.Group) else None
-        self.reader = Reader(service, groups, redelivery, asked.group, self._member, "connection")
+        self.service, self.connection, self._groups, self._request = service, connection, groups, request
+        self._member = request.member if isinstance(request, requests.Group) else None
+        self.reader = Reader(service, groups, redelivery, request.group, self._member, "connection")
         self.fetches = Fetches(self.reader, self, "connection", refuses_revoked=True)
         self._rebalances = Rebalances(groups, self.reader, self)
         self.turn = asyncio.Lock()
 
     async def run(self) -> None:
         """Join, and serve requests until the client leaves, is ended or has gone, and its requests are answered."""
-        asked = self._asked
-        if isinstance(asked, requests.Assign):
-            await self.reader.assign(asked.partitions)
+        request = self._request
+        if isinstance(request, requests.Assign):
+            await self.reader.assign(request.partitions)
             await self.say_assigned(0)
             self.connection.pending = 0
             return await serve_until_one_ends((self.fetches.serve(), self._serve_lines()))
         self.connection.pending = 0
-        options = MemberOptions(asked.topics, (asked.assignor,), asked.session_s, attempt=asked.attempt)
-        client = Client(asked.member, self.connection.peer)
+        options = MemberOptions(request.topics, (request.assignor,), request.session_s, attempt=request.attempt)
+        client = Client(request.member, self.connection.peer)
         try:
-            await self._groups.join(asked.group, asked.member, client, options, self._rebalances.hear, is_anew=True)
-            if asked.says_hand_outs:
+            await self._groups.join(
+                request.group, request.member, client, options, self._rebalances.on_event, is_anew=True
+            )
+            if request.says_hand_outs:
                 self.reader.says_hand_outs()
-            await serve_until_one_ends((self.fetches.serve(), self._serve_lines()), self._pass_on())
+            await serve_until_one_ends((self.fetches.serve(), self._serve_lines()), self._forward_events())
         finally:
-            self._groups.stop_listening(asked.group, asked.member, self._rebalances.hear)
+            self._groups.stop_listening(request.group, request.member, self._rebalances.on_event)
 
-    async def _pass_on(self) -> None:
-        ended = await self._rebalances.pass_on()
+    async def _forward_events(self) -> None:
+        ended = await self._rebalances.forward_events()
         raise RequestRefused(ended.code, f"{known(ended.code).text}; say GROUP again")
 
     async def say(self, line: bytes) -> None:
@@ -110,7 +112,7 @@ class Session:
         """Serve requests until the client has sent its last."""
         if self._member is not None:
             await self._rebalances.has_assigned.wait()
-        while (line := await self.connection.read_line(self._take)) is not None:
+        while (line := await self.connection.read_line(self._serve_at_once)) is not None:
             self._beat(line)
             try:
                 request = requests.request(line)
@@ -139,7 +141,7 @@ class Session:
         assert isinstance(request, requests.Given)
         self.reader.hand_out(request.offsets)
 
-    def _take(self, line: bytes) -> bool:
+    def _serve_at_once(self, line: bytes) -> bool:
         """Serve a line as it arrives if it needs no wait: a beat, a fetch, or messages given to the program.
 
         A wrong line waits for its turn.
@@ -174,7 +176,7 @@ class Session:
             elif isinstance(request, requests.Seek):
                 await self.say(Sought(request.place, await self.reader.seek(*request)).encode())
             elif isinstance(request, requests.Offsets):
-                await self._tell_offsets(request)
+                await self._send_offsets(request)
             elif isinstance(request, requests.Commit):
                 await self._commit(request)
             elif isinstance(request, requests.Nack):
@@ -191,7 +193,7 @@ class Session:
             of = f"{request.place}: " if isinstance(request, requests.Seek) else ""
             await self.say(Failed(name, "damaged", f"{of}{err}").encode())
 
-    async def _tell_offsets(self, request: requests.Offsets) -> None:
+    async def _send_offsets(self, request: requests.Offsets) -> None:
         cursors = self.reader.select(dict.fromkeys(request.partitions))
         committed = self.reader.committed([cursor.place for cursor in cursors])
 
@@ -276,7 +278,7 @@ class Session:
                         cursor.offset = batch.offset + batch.lines
                         self.reader.delivered({cursor: batch.offset})
                         said = Batch(cursor.place, batch.offset, batch.lines, batch.span.nbytes)
-                        if self._asked.hears_overtaken:
+                        if self._request.hears_overtaken:
                             said = said._replace(overtaken=len(cursor.overtaken))
                         cursor.overtaken = range(0)
                         await self.connection.write(said.encode() + batch.text)
