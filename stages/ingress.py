@@ -50,7 +50,7 @@ def run(stage: Stage) -> None:
     owner.release()
 
 
-def pass_on(stage: Stage) -> None:
+def forward_to_leader(stage: Stage) -> None:
     """While this broker does not lead its shard, forward its connections to the ports of the leader."""
     from kmq.broker import door  # only in a shard
     from kmq.config.intakes import TLS, UDP
@@ -77,4 +77,4 @@ def pass_on(stage: Stage) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("ingress", run, pass_on))
+    sys.exit(main("ingress", run, forward_to_leader))

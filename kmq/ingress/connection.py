@@ -57,14 +57,14 @@ class PendingReplies:
     """
 
     __slots__ = (
-        *("acks", "answered", "counted", "passed", "pending", "questions", "refusal", "taken", "told"),
+        *("acks", "answered", "counted", "passed", "pending", "questions", "questions_answered", "refusal", "taken"),
         *("train_at", "train_end"),
     )
 
     def __init__(self) -> None:
         self.acks = False  # the producer wants replies
         self.questions: deque[int] = deque()
-        self.told = 0  # questions that have their reply
+        self.questions_answered = 0  # questions that have their reply
         self.taken = self.passed = self.answered = 0
         self.refusal = b""  # code and reason why messages are refused; b"": they are accepted
         self.pending = bytearray()  # replies that the socket has not taken yet
@@ -81,20 +81,20 @@ class PendingReplies:
     def ask(self) -> int:
         """Expect a reply to a question for a last id; return the number of the question."""
         self.questions.append(self.taken)
-        return self.told + len(self.questions) - 1
+        return self.questions_answered + len(self.questions) - 1
 
     def reply(self, first: int, text: bytes) -> bool:
         """Add the reply to the messages from `first` on, or to question `first`. Return False if an earlier one is missing."""
         is_last, done, questions = text.startswith(LAST), self.answered, self.questions
-        if (first < self.told or not questions) if is_last else first <= done:
+        if (first < self.questions_answered or not questions) if is_last else first <= done:
             return True  # sent again, because durability was killed in between
         if (len(questions) > 0 and questions[0] == done) is not is_last:
             return False
-        if first != (self.told if is_last else done + 1):
+        if first != (self.questions_answered if is_last else done + 1):
             return False
         if is_last:
             questions.popleft()
-            self.told += 1
+            self.questions_answered += 1
         else:
             self.answered = int(text.split(b" ", 2)[1])
         if self.acks:

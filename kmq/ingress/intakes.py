@@ -57,7 +57,7 @@ _MEMINFO = struct.Struct("9I")
 _DATAGRAM = 64 * KIB
 _TURN_DATAGRAMS, _TURN_BYTES = 512, 256 * KIB  # read in a turn
 _MOST_LEVELS = 500  # of a JSON value: every Python parses so many, from about 1,000 (3.11) to 10,000 (3.13)
-_MOST_KNOWN = 4096  # addresses that are remembered as allowed or not
+_MOST_ADDRESSES = 4096  # addresses that are remembered as allowed or not
 
 Part = bytes | bytearray | memoryview
 
@@ -80,7 +80,7 @@ class RawPort:
         self.receive_bytes = max(LEAST_BYTES, min(self.max_line, _WRAPPED_BYTES // len(longest)))
         self.lines = self.bytes = self.connections = self.refused = 0
         self.wrong = 0  # lines that became dead letters
-        self.known: dict[str, bool] = {}  # address → whether it may send
+        self.may_send: dict[str, bool] = {}  # address → whether it may send
 
 
 def check_topics(settings: Settings) -> None:
@@ -190,7 +190,7 @@ def letter(raw: RawPort, reason: str, line: bytes, length: int) -> bytes:
     return record.malformed(reason, line, length, raw.max_line, topic) + b"\n"
 
 
-def buried(raw: RawPort, reason: str, line: bytes, length: int) -> Iterator[list[Part]]:
+def dead_letter(raw: RawPort, reason: str, line: bytes, length: int) -> Iterator[list[Part]]:
     """Yield the dead letter of one line; count it."""
     raw.lines += 1
     raw.wrong += 1
@@ -251,9 +251,9 @@ class Frames:
         else:
             *ends, rest = data.split(b"\0")
             for part in ends:
-                self._keep(partial, part, most)
+                self._append(partial, part, most)
                 found.append(self._end(partial))
-            self._keep(partial, rest, most)
+            self._append(partial, rest, most)
         return found
 
     def _feed_counted(self, partial: bytearray, data: bytes, most: int, found: list[tuple[bytes, int]]) -> None:
@@ -276,7 +276,7 @@ class Frames:
             elif self.left == _LINE:
                 newline = data.find(b"\n", at)
                 stop = len(data) if newline < 0 else newline
-                self._keep(partial, data[at:stop], most)
+                self._append(partial, data[at:stop], most)
                 at = stop + 1
                 if newline >= 0:
                     found.append(self._end(partial))
@@ -284,11 +284,11 @@ class Frames:
                 part = data[at : at + self.left]
                 at += len(part)
                 self.left -= len(part)
-                self._keep(partial, part, most)
+                self._append(partial, part, most)
                 if not self.left:
                     found.append(self._end(partial))
 
-    def _keep(self, partial: bytearray, part: bytes, most: int) -> None:
+    def _append(self, partial: bytearray, part: bytes, most: int) -> None:
         partial += part[: max(0, most + 1 - len(partial))]
         self.length += len(part)
 
@@ -320,9 +320,9 @@ def framed(raw: RawPort, frames: Iterable[tuple[bytes, int]], most: int) -> Iter
             lines = []
         payload = b2a_base64(frame, newline=False)
         if length > raw.max_line or len(raw.encoded) + len(payload) > raw.max_message:
-            yield from buried(raw, "too_long", frame, length)
+            yield from dead_letter(raw, "too_long", frame, length)
         elif raw.json is not None and split_json(raw.json, [frame.replace(b"\n", b" ") + b"\n"])[1]:
-            yield from buried(raw, "not_json", frame, length)
+            yield from dead_letter(raw, "not_json", frame, length)
         else:
             raw.lines += 1
             raw.bytes += length + 1
@@ -338,11 +338,11 @@ def is_allowed(raw: RawPort, networks: "tuple[Network, ...]", address: str) -> b
     """Return True if a peer with this address may send to the intake."""
     if not networks:
         return True
-    allowed = raw.known.get(address)
+    allowed = raw.may_send.get(address)
     if allowed is None:
-        if len(raw.known) >= _MOST_KNOWN:
-            raw.known.clear()
-        allowed = raw.known[address] = is_among(networks, address)
+        if len(raw.may_send) >= _MOST_ADDRESSES:
+            raw.may_send.clear()
+        allowed = raw.may_send[address] = is_among(networks, address)
     return allowed
 
 

@@ -50,7 +50,7 @@ class Loop:
             self.producers.entrance.open(listener)
         for raw in self.ports.raw:
             if raw.sock.type == socket.SOCK_DGRAM:
-                self.producers.take_datagrams_of(raw)
+                self.producers.receive_datagrams_of(raw)
         self._handlers: dict[int, Callable[[], None]] = {
             stage.raw: handover.flush,
             self.ports.questions.sock.fileno(): self._accept_askers,
@@ -121,7 +121,7 @@ class Loop:
 
     def _accept_askers(self) -> None:
         for sock, peer in self.ports.questions.accept():
-            self._askers.take(sock, peer)
+            self._askers.accept(sock, peer)
 
     def _keep_house(self, now: float) -> None:
         """Do what is due once a second, even while the framer takes nothing: the ack port does not depend on it."""

@@ -213,7 +213,7 @@ class Askers:
     def __contains__(self, fd: int) -> bool:
         return fd in self._waiting
 
-    def take(self, sock: socket.socket, peer: str) -> None:
+    def accept(self, sock: socket.socket, peer: str) -> None:
         """Serve a new connection. If there are too many, evict another one."""
         if len(self._waiting) >= self.most:
             oldest, (_, evicted, _) = next(iter(self._waiting.items()))

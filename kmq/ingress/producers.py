@@ -86,7 +86,7 @@ class Producers:
             elif fd in self.entrance:
                 self.entrance.accept(fd)
             elif fd in self._datagrams and not self._gate.refusal:
-                self._take_datagrams(self._datagrams[fd])
+                self._receive_datagrams(self._datagrams[fd])
             for connection in self.intake.over_budget(self.table):
                 self._strangers.note("unfinished_line_cut", connection.peer, f"of {connection.length} bytes")
                 self._drop(connection)
@@ -102,7 +102,7 @@ class Producers:
         elif connection.may_receive(refusal) and not self._receive(connection):
             self._end(connection)
         else:
-            self._tell(connection)
+            self._send_replies(connection)
 
     def _receive(self, connection: Connection) -> bool:
         """Receive once. Return False if no more will come."""
@@ -117,22 +117,22 @@ class Producers:
             self._strangers.refuse(connection.peer, "lines without a hello", "token")
         return False
 
-    def take_datagrams_of(self, raw: "RawPort") -> None:
+    def receive_datagrams_of(self, raw: "RawPort") -> None:
         """Read the datagrams of this intake from now on, as long as messages are accepted."""
         self._datagrams[raw.sock.fileno()] = raw
         self.poll.register(raw.sock, select.EPOLLIN)
 
-    def _take_datagrams(self, raw: "RawPort") -> None:
+    def _receive_datagrams(self, raw: "RawPort") -> None:
         def refused(peer: str) -> None:
             self._strangers.note("intake_refused", peer, f"{raw.spec}: not in KMQ_INTAKES_FROM")
 
-        self.intake.take_datagrams(raw, self._settings.intakes_from, refused)
+        self.intake.receive_datagrams(raw, self._settings.intakes_from, refused)
 
     def end_datagrams(self) -> None:
         """Read what waits at the intakes that take datagrams, as far as there is room, and close them."""
         for raw in self._datagrams.values():
             if not self._handover.clogged and not self._gate.refusal:
-                self._take_datagrams(raw)
+                self._receive_datagrams(raw)
             self.poll.unregister(raw.sock)
             raw.sock.close()
         self._datagrams.clear()
@@ -241,9 +241,9 @@ class Producers:
                 self._ack_time.observe(now - replies.train_at)
                 replies.train_at = 0.0
             replies.write_refusals()
-            self._tell(connection)
+            self._send_replies(connection)
 
-    def _tell(self, connection: Connection) -> None:
+    def _send_replies(self, connection: Connection) -> None:
         """Send replies. End a connection that has sent everything and has all its replies."""
         if not connection.send_replies() or connection.is_done:
             self._drop(connection)
@@ -278,7 +278,7 @@ class Producers:
             count_err(self._row, b"bad_hello")
         self.intake.finish(connection)
         connection.phase = CLOSING
-        self._tell(connection)
+        self._send_replies(connection)
 
     def _drop(self, connection: Connection) -> None:
         """End a connection: in order, unless that would claim that refused lines were handed over."""

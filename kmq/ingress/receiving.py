@@ -102,8 +102,8 @@ class Intake:
                 count_err(self._row, self.hello_required)
                 return False
         if not connection.by_lines and connection.raw is not None:
-            return self._take_frames(connection, connection.raw, count)
-        return self._take(connection, 0, count)
+            return self._parse_frames(connection, connection.raw, count)
+        return self._parse(connection, 0, count)
 
     def _is_foreign(self, connection: Connection, count: int) -> bool:
         """Return True if the first line is HTTP or TLS, and drop it. `buffer[:count]` is its next part."""
@@ -139,12 +139,12 @@ class Intake:
             return False
         if connection.replies.questions and connection.sender is not None:
             self.handover.say(connection.sender.question(0))
-        return self._take(connection, end, count)
+        return self._parse(connection, end, count)
 
     def _control_line(self, connection: Connection, start: int, count: int) -> tuple[bytes | None, int]:
         """Return the control line in buffer[start:count], None if it is not complete; and where it ends."""
         newline = self._buffer.find(b"\n", start, count)
-        self._keep(connection, start, count if newline < 0 else newline)
+        self._append_partial(connection, start, count if newline < 0 else newline)
         if newline < 0 and connection.length <= MAX_BYTES:
             return None, count
         line = bytes(connection.partial)
@@ -165,29 +165,29 @@ class Intake:
         connection.partial, connection.length, connection.unfinished_since = bytearray(), 0, 0.0
         connection.unit = None
 
-    def _take(self, connection: Connection, start: int, count: int) -> bool:
+    def _parse(self, connection: Connection, start: int, count: int) -> bool:
         """Handle buffer[start:count]: lines and units, perhaps cut at both ends. Return False after a bad unit."""
         sender, buffer = connection.sender, self._buffer
         if sender is None or not sender.right:
-            self._take_lines(connection, start, count)
+            self._parse_lines(connection, start, count)
             return True
         while start < count:
             unit = connection.unit
             if unit is not None:
                 stop = min(count, start + unit.nbytes - len(connection.partial))
-                is_good = self._take_of_unit(connection, unit, start, stop)
+                is_good = self._parse_unit(connection, unit, start, stop)
             elif (connection.partial or buffer[start : start + 1])[:1] == b"!":
                 line, stop = self._control_line(connection, start, count)
                 is_good = line is None or self._begin_unit(connection, sender, line)
             else:
                 stop, is_good = buffer.find(b"\n!", start, count) + 1 or count, True
-                self._take_lines(connection, start, stop)
+                self._parse_lines(connection, start, stop)
             if not is_good:
                 return False  # it is unknown where the next line begins
             start = stop
         return True
 
-    def _take_lines(self, connection: Connection, start: int, count: int) -> None:
+    def _parse_lines(self, connection: Connection, start: int, count: int) -> None:
         """Handle buffer[start:count]: lines, perhaps incomplete at both ends."""
         buffer = self._buffer
         end = buffer.rfind(b"\n", start, count) + 1
@@ -195,15 +195,15 @@ class Intake:
             if connection.length:
                 start = self._end_line(connection, start, buffer.index(b"\n", start, end) + 1, end)
             if start < end:
-                self._forward(connection, start, end)
+                self._forward_lines(connection, start, end)
             start = end
         if start < count:
-            self._keep(connection, start, count)
+            self._append_partial(connection, start, count)
 
     def _max_line(self, connection: Connection) -> int:
         return self.max_line if connection.raw is None else connection.raw.max_line
 
-    def _keep(self, connection: Connection, start: int, end: int) -> None:
+    def _append_partial(self, connection: Connection, start: int, end: int) -> None:
         """Add buffer[start:end] to the unfinished line or unit, up to the length limit."""
         most = self._max_line(connection) if connection.unit is None else connection.unit.nbytes
         space = most + 1 - len(connection.partial)
@@ -213,45 +213,45 @@ class Intake:
         self.partial_bytes += kept
 
     def _end_line(self, connection: Connection, start: int, first: int, end: int) -> int:
-        """End the unfinished line with buffer[start:first]. Hand over the rest up to `end` with it, if that is allowed.
+        """End the unfinished line with buffer[start:first]. Forward the rest up to `end` with it, if that is allowed.
 
         Return where the unread part of the buffer begins.
         """
         most = self._max_line(connection)
         if connection.length + first - 1 - start > most or end - start > most:
-            self._keep(connection, start, first - 1)
+            self._append_partial(connection, start, first - 1)
             line, length = bytes(connection.partial), connection.length
             self._forget_partial(connection)
-            self._pass_line(connection, line, length, "too_long" if length > most else "")
+            self._forward_line(connection, line, length, "too_long" if length > most else "")
             return first
         partial = connection.partial
         self._forget_partial(connection)
         count = record.count_lines(self._buffer[start:end]) if connection.sender is not None else 0
-        self._pass_on(connection, [partial, self._view[start:end]], count)
+        self._admit(connection, [partial, self._view[start:end]], count)
         return end
 
-    def _pass_line(self, connection: Connection, line: bytes, length: int, reason: str) -> None:
-        """Hand over one line of `length` bytes, or its replacement if `reason` says why it must not go on as it is."""
+    def _forward_line(self, connection: Connection, line: bytes, length: int, reason: str) -> None:
+        """Forward one line of `length` bytes, or its replacement if `reason` says why it must not go on as it is."""
         if not reason:
-            self._pass_on(connection, [line, b"\n"], 1)
+            self._admit(connection, [line, b"\n"], 1)
         elif connection.sender is not None:  # the framer refuses it, in order among the replies
-            self._pass_on(connection, [line[: self.max_line + 1], b"\n"], 1)
+            self._admit(connection, [line[: self.max_line + 1], b"\n"], 1)
         else:
-            self._bury(connection.raw, line, length, reason)
+            self._send_dead_letter(connection.raw, line, length, reason)
 
-    def _bury(self, raw: "RawPort | None", line: bytes, length: int, reason: str) -> None:
-        """Hand over the dead.malformed record for an invalid line."""
+    def _send_dead_letter(self, raw: "RawPort | None", line: bytes, length: int, reason: str) -> None:
+        """Send the dead.malformed record of an invalid line to the framer."""
         if raw is None:
             self.refused += 1
-            self._hand_over([record.malformed(reason, line, length, self.max_line), b"\n"], None, 0)
+            self._send_to_framer([record.malformed(reason, line, length, self.max_line), b"\n"], None, 0)
             return
         from kmq.ingress import intakes  # only if there are intakes
 
-        self._hand_over_raw(raw, intakes.buried(raw, reason, line, length))
+        self._send_raw(raw, intakes.dead_letter(raw, reason, line, length))
 
     # --- intakes -----------------------------------------------------------------------------------------------------
 
-    def _take_frames(self, connection: Connection, raw: "RawPort", count: int) -> bool:
+    def _parse_frames(self, connection: Connection, raw: "RawPort", count: int) -> bool:
         """Handle buffer[:count] of an intake connection that does not send lines, or of which that is still unknown."""
         from kmq.ingress import intakes
 
@@ -261,7 +261,7 @@ class Intake:
             framing = intakes.LINES if connection.length > raw.max_line else intakes.framing_of(data)
             if framing in (intakes.UNKNOWN, intakes.LINES):
                 connection.by_lines = framing == intakes.LINES
-                return self._take(connection, 0, count)
+                return self._parse(connection, 0, count)
             self._forget_partial(connection)
             connection.frames = frames = intakes.Frames(framing == intakes.COUNTED)
         self.partial_bytes -= len(connection.partial)
@@ -270,41 +270,43 @@ class Intake:
         connection.length = frames.length
         if found:
             connection.unfinished_since = 0.0
-            self._hand_over_raw(raw, intakes.framed(raw, found, self.max_line + _PIECE_BYTES))
+            self._send_raw(raw, intakes.framed(raw, found, self.max_line + _PIECE_BYTES))
         return True
 
-    def _take_lines_raw(self, raw: "RawPort", parts: Sequence[Part]) -> None:
+    def _send_raw_lines(self, raw: "RawPort", parts: Sequence[Part]) -> None:
         from kmq.ingress import intakes
 
-        self._hand_over_raw(raw, intakes.messages(raw, parts, self.max_line + _PIECE_BYTES))
+        self._send_raw(raw, intakes.messages(raw, parts, self.max_line + _PIECE_BYTES))
 
-    def _hand_over_raw(self, raw: "RawPort", pieces: Iterable[list[Part]]) -> None:
-        """Hand over pieces of an intake. Count what arrived, not what is handed over: drain compares that."""
+    def _send_raw(self, raw: "RawPort", pieces: Iterable[list[Part]]) -> None:
+        """Send pieces of an intake to the framer. Count what arrived, not what is sent: drain compares that."""
         before, wrong = raw.bytes, raw.wrong
         for piece in pieces:
             self.handover.put(piece)
         self.bytes += raw.bytes - before
         self.refused += raw.wrong - wrong
 
-    def take_datagrams(self, raw: "RawPort", networks: "tuple[Network, ...]", refused: Callable[[str], None]) -> None:
+    def receive_datagrams(
+        self, raw: "RawPort", networks: "tuple[Network, ...]", refused: Callable[[str], None]
+    ) -> None:
         """Read the datagrams that wait at an intake, some at a time."""
         from kmq.ingress import intakes
 
         taken, too_long = intakes.read_datagrams(raw, networks, refused)
         if taken:
-            self._take_lines_raw(raw, [b"".join(taken)])
+            self._send_raw_lines(raw, [b"".join(taken)])
         for line in too_long:
-            self._bury(raw, line, len(line), "too_long")
+            self._send_dead_letter(raw, line, len(line), "too_long")
 
-    def _forward(self, connection: Connection, start: int, end: int) -> None:
-        """Hand over buffer[start:end], which is whole lines."""
+    def _forward_lines(self, connection: Connection, start: int, end: int) -> None:
+        """Forward buffer[start:end], which is whole lines."""
         most = self._max_line(connection)
         if end - start > most:  # only if the limit is very low: the buffer is seldom larger
             for line in bytes(self._view[start : end - 1]).split(b"\n"):
-                self._pass_line(connection, line, len(line), "too_long" if len(line) > most else "")
+                self._forward_line(connection, line, len(line), "too_long" if len(line) > most else "")
             return
         count = record.count_lines(self._buffer[start:end]) if connection.sender is not None else 0
-        self._pass_on(connection, [self._view[start:end]], count)
+        self._admit(connection, [self._view[start:end]], count)
 
     # --- units -------------------------------------------------------------------------------------------------------
 
@@ -326,10 +328,10 @@ class Intake:
             self.handover.say(sender.question(replies.ask(), unit.producer))
         return True
 
-    def _take_of_unit(self, connection: Connection, unit: Unit, start: int, stop: int) -> bool:
+    def _parse_unit(self, connection: Connection, unit: Unit, start: int, stop: int) -> bool:
         """Add buffer[start:stop] to the unit. Return False if it ends there and does not match its first line."""
         if len(connection.partial) + stop - start < unit.nbytes:
-            self._keep(connection, start, stop)
+            self._append_partial(connection, start, stop)
             return True
         parts = [connection.partial, self._buffer[start:stop]]
         self._forget_partial(connection)
@@ -337,7 +339,7 @@ class Intake:
         if lines != unit.lines or self._buffer[stop - 1 : stop] != b"\n":
             why = f"its {unit.nbytes} bytes are {lines} lines" + (" and no more" if lines == unit.lines else "")
             return self._refuse(connection, unit.lines, "bad_unit", why)
-        self._pass_on(connection, parts, lines, unit.origin)
+        self._admit(connection, parts, lines, unit.origin)
         return True
 
     def _refuse(self, connection: Connection, count: int, code: str = "", why: str = "") -> bool:
@@ -350,10 +352,10 @@ class Intake:
 
     # --- whole lines are handed over ---------------------------------------------------------------------------------
 
-    def _pass_on(self, connection: Connection, parts: Sequence[Part], count: int, origin: bytes = b"") -> None:
-        """Hand over whole lines, or refuse them if the connection is refused. `count`: messages, if it has a sender."""
+    def _admit(self, connection: Connection, parts: Sequence[Part], count: int, origin: bytes = b"") -> None:
+        """Send whole lines to the framer, or refuse them if the connection is refused. `count`: messages, if it has a sender."""
         if connection.raw is not None:
-            self._take_lines_raw(connection.raw, parts)
+            self._send_raw_lines(connection.raw, parts)
             return
         sender = connection.sender
         if sender is not None:
@@ -365,9 +367,9 @@ class Intake:
             replies.passed += count
             if not replies.train_at and replies.acks:
                 replies.train_end, replies.train_at = replies.taken, time.monotonic()
-        self._hand_over(parts, sender, count, origin)
+        self._send_to_framer(parts, sender, count, origin)
 
-    def _hand_over(self, parts: Sequence[Part], sender: Sender | None, count: int, origin: bytes = b"") -> None:
+    def _send_to_framer(self, parts: Sequence[Part], sender: Sender | None, count: int, origin: bytes = b"") -> None:
         self.bytes += sum(map(len, parts))
         self.handover.put(parts, sender, count, origin)
 
@@ -386,6 +388,6 @@ class Intake:
             from kmq.ingress import intakes
 
             frames = intakes.Frames(False).feed(bytearray(), line, connection.raw.max_line)
-            self._hand_over_raw(connection.raw, intakes.framed(connection.raw, frames, self.max_line + _PIECE_BYTES))
+            self._send_raw(connection.raw, intakes.framed(connection.raw, frames, self.max_line + _PIECE_BYTES))
         elif not connection.replies.refusal:
-            self._bury(connection.raw, line, length, reason)
+            self._send_dead_letter(connection.raw, line, length, reason)

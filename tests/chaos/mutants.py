@@ -267,7 +267,13 @@ MUTANTS = [
     ),
     Mutant(
         "acks: a hole in the replies is not seen",
-        [(CONNECTION, "        if first != (self.told if is_last else done + 1):\n", "        if False:\n")],
+        [
+            (
+                CONNECTION,
+                "        if first != (self.questions_answered if is_last else done + 1):\n",
+                "        if False:\n",
+            )
+        ],
         [UNIT_INTAKE, UNIT_UNITS],
     ),
     Mutant(
@@ -478,7 +484,13 @@ MUTANTS = [
     ),
     Mutant(
         "intakes: an address that is not listed may send",
-        [("kmq/ingress/intakes.py", "raw.known[address] = is_among(networks, address)", "raw.known[address] = True")],
+        [
+            (
+                "kmq/ingress/intakes.py",
+                "raw.may_send[address] = is_among(networks, address)",
+                "raw.may_send[address] = True",
+            )
+        ],
         ["tests/unit/test_raw_lines.py"],
     ),
     Mutant(

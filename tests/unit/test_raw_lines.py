@@ -308,7 +308,7 @@ def test_datagrams_are_lines_and_a_missing_newline_is_added():
         taken, too_long = intakes.read_datagrams(raw, parse_sources("127.0.0.0/8"), refused.append)
         assert b"".join(taken) == b"<13>one\ntwo\nthree\nfour\r\n" and too_long == [b"y" * (MAX + 1)]
         theirs.sendto(b"from elsewhere", ours.getsockname())
-        raw.known.clear()
+        raw.may_send.clear()
         assert intakes.read_datagrams(raw, parse_sources("10.0.0.0/8"), refused.append) == ([], [])
         assert raw.refused == len(refused) == 1
     assert intakes.dropped(raw) == 0  # closed
