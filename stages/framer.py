@@ -182,7 +182,7 @@ class Framer:
 
     def close(self) -> None:
         """Write a last checkpoint of the table, unless durability is gone or takes too long to store its records."""
-        self.saver.take(self.ring.last.next_seq - 1, self.now)
+        self.saver.begin_snapshot(self.ring.last.next_seq - 1, self.now)
         until = time.monotonic() + _LAST_CHECKPOINT_S
         while not self.saver.finish(self._lasting_seq) and time.monotonic() < until:
             if self.saver.pending and not self.saver.busy and self.ring.reader_is_gone():

@@ -152,7 +152,7 @@ class DedupeTable:
         self, producer: KnownProducer, first_id: int, seq: int, count: int, seconds: int, prints: Sequence[int] = ()
     ) -> None:
         """Remember that `count` ids from `first_id` on got the seqs from `seq` on; `prints`: their fingerprints."""
-        self._keep(producer)
+        self._copy_to_snapshot(producer)
         before = len(producer.prints)
         self._use(producer, seconds)
         self.runs += producer.add(first_id, seq, count, prints)
@@ -163,7 +163,7 @@ class DedupeTable:
 
     def renew(self, producer: KnownProducer, number: int, seq: int, seconds: int, print: int) -> None:
         """Remember that an old id of `producer` was stored again, because its record had been deleted."""
-        self._keep(producer)
+        self._copy_to_snapshot(producer)
         self._use(producer, seconds)
         before = len(producer.ids), len(producer.firsts), len(producer.prints)
         producer.renew(number, seq, print)
@@ -184,7 +184,7 @@ class DedupeTable:
         if producer.name in evictable:
             evictable.move_to_end(producer.name)
 
-    def _keep(self, producer: KnownProducer) -> None:
+    def _copy_to_snapshot(self, producer: KnownProducer) -> None:
         """Copy a producer into the pending snapshot, if it is not there yet, before it changes."""
         if producer.generation != self._generation and self._snapshot is not None:
             self._snapshot.keep(producer)
@@ -202,7 +202,7 @@ class DedupeTable:
         for producer in self.names.values():
             if self.ranges <= MAX_RANGES * 3 // 4:
                 return
-            self._keep(producer)
+            self._copy_to_snapshot(producer)
             prints = len(producer.prints)
             self.ranges -= producer.forget_ranges()
             self.prints += len(producer.prints) - prints
@@ -212,7 +212,7 @@ class DedupeTable:
         for producer in self.names.values():
             if self.prints <= MAX_PRINTS * 3 // 4:
                 return
-            self._keep(producer)
+            self._copy_to_snapshot(producer)
             self.prints -= producer.forget_prints()
 
     def last_id(self, name: bytes) -> int:
@@ -229,7 +229,7 @@ class DedupeTable:
         if producer is None and 0 < pid_of(name) <= self.forgotten:
             return FORGOTTEN
         if producer is not None and producer.part is self.copiers:
-            self._keep(producer)
+            self._copy_to_snapshot(producer)
             self._use(producer, seconds)
         return self.last_id(name)
 
@@ -246,7 +246,7 @@ class DedupeTable:
             if producer.seconds >= before:
                 return
             if order is self.names and producer.part is self.copiers:  # a commit may wait longer than the time to live
-                self._keep(producer)
+                self._copy_to_snapshot(producer)
                 producer.seconds = int(before + self._ttl)
                 order.move_to_end(name)
                 continue
@@ -599,9 +599,9 @@ class DedupeSaver:
         age_s, rest_s = time.monotonic() - self._taken_at, max(CHECKPOINT_S, _SHARE_OF_TIME * self._took_s)
         is_due = self._bytes >= much or (self._bytes and age_s > rest_s) or (self._found_full and age_s > _RETRY_S)
         if is_due and not self.busy:
-            self.take(next_seq - 1, now)
+            self.begin_snapshot(next_seq - 1, now)
 
-    def take(self, seq: int, now: int) -> None:
+    def begin_snapshot(self, seq: int, now: int) -> None:
         """Begin a snapshot of the table as of `seq`."""
         self._bytes, self._taken_at, self._found_full = 0, time.monotonic(), False
         self._table.forget_idle(now)

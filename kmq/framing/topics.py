@@ -103,7 +103,7 @@ class Catalog(AnyTopic):
         self._data, self._most, self._may_create, self._routed_seq = data, most, may_create, routed_seq
         self._spare_inodes = spare_inodes
         self._removed = DeletedRecords(data, past_seq)
-        self.known: set[bytes] = set()
+        self.names: set[bytes] = set()  # of topics on disk or admitted
         self._coming: dict[bytes, int] = {}  # admitted, not seen on disk: the last seq that names it
         self._dotted = Table()  # topics in force now, or from the message that named them on
         self._partitions: dict[bytes, int] = {}  # of topics that a mark has named
@@ -125,9 +125,9 @@ class Catalog(AnyTopic):
             return False
         lines = b"\n" + text[:-1]
         named = set(_LABELS.findall(lines))
-        if self._dotted and not named <= self.known:
+        if self._dotted and not named <= self.names:
             named = {resolve(self._dotted, key, next_seq).topic for key in set(_KEYS.findall(lines))}
-        unknown = {name for name in named - self.known if not self._is_on_disk(name)}
+        unknown = {name for name in named - self.names if not self._is_on_disk(name)}
         if unknown:
             if not self._may_take_new(len(unknown)):
                 return False
@@ -183,7 +183,7 @@ class Catalog(AnyTopic):
         if b"." in topic:
             is_known = topic in self._dotted
         else:
-            is_known = topic in self.known or self._is_on_disk(topic)
+            is_known = topic in self.names or self._is_on_disk(topic)
         number = record.partition_number(digits) if digits else None
         return is_known and self._has_partition(Marked(topic, number, None))
 
@@ -203,7 +203,7 @@ class Catalog(AnyTopic):
 
     def _has_room(self, count: int = 1) -> bool:
         has_inodes = TOPIC_INODES * (len(self._coming) + count) <= self._spare_inodes()
-        return has_inodes and len(self.known) + count <= self._most
+        return has_inodes and len(self.names) + count <= self._most
 
     def _is_letter(self, name: bytes, line: bytes, seq: int) -> bool:
         """Return True for a dead letter (kmq/message/letters.py) of a known topic, in <topic>.dlq."""
@@ -217,14 +217,14 @@ class Catalog(AnyTopic):
         labels = set(_STORED_LABELS.findall(lines))
         if b".@" in lines:
             labels |= {mark.topic for key in _STORED_KEYS.findall(lines) if (mark := record.marked(key)) is not None}
-        new = labels - self.known - {_CHANGES}
+        new = labels - self.names - {_CHANGES}
         self._count_in([label for label in new if not self._is_on_disk(label)], last_seq)
 
     def _is_known(self, name: bytes, routing_key: bytes, seq: int) -> bool:
         """`name`: the name in the mark, or the first label."""
         if b"." in name:
             return name in self._dotted or self._is_declared(name, seq)
-        if name in self.known or self._is_on_disk(name):
+        if name in self.names or self._is_on_disk(name):
             return True
         return bool(self._dotted) and resolve(self._dotted, routing_key, seq).topic in self._dotted
 
@@ -235,20 +235,20 @@ class Catalog(AnyTopic):
             return False
         partitions, since = topics.load(self._data, text)
         self._dotted[name] = Topic(text, partitions, seq if since is None else since)
-        self.known.add(name)
+        self.names.add(name)
         return True
 
     def _is_on_disk(self, name: bytes) -> bool:
         """Look up a topic again: it may have been declared. A name with a dot counts only once it is in force."""
         if b"." in name or not os.path.isdir(f"{self._data}/topics/{name.decode()}"):
-            return name in self.known
-        self.known.add(name)
+            return name in self.names
+        self.names.add(name)
         self._coming.pop(name, None)
         return True
 
     def _count_in(self, names: Iterable[bytes], seq: int) -> None:
         for name in names:
-            self.known.add(name)
+            self.names.add(name)
             self._coming[name] = seq
             if b"." in name and name not in self._dotted:
                 self._dotted[name] = Topic(name.decode(), 1, seq)
@@ -279,8 +279,8 @@ class Catalog(AnyTopic):
             self._coming = {name: seq for name, seq in self._coming.items() if name not in there and seq > routed}
             self._dotted |= {name: coming[name] for name in self._coming if b"." in name}
             pending = {name for name in there if b"." in name and name not in self._dotted}
-            self.known = (there - pending) | self._coming.keys() | {_DEAD}
-        if not {topic for topic, _ in self._few} <= self.known:
+            self.names = (there - pending) | self._coming.keys() | {_DEAD}
+        if not {topic for topic, _ in self._few} <= self.names:
             self._few, self._shape = frozenset(), record.Shape()
 
     def _declared(self, names: list[str]) -> Iterator[tuple[str, int, int | None]]:

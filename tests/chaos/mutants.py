@@ -144,7 +144,7 @@ MUTANTS = [
     ),
     Mutant(
         "acks: a name that changes while the table is copied is not copied before",
-        [(DEDUPE_TABLE, "        self._keep(producer)\n        before", "        before")],
+        [(DEDUPE_TABLE, "        self._copy_to_snapshot(producer)\n        before", "        before")],
         [UNIT_PRODUCERS],
     ),
     Mutant(
@@ -534,7 +534,7 @@ MUTANTS = [
         [
             (
                 "kmq/framing/topics.py",
-                "            self.known.add(name)\n            self._coming",
+                "            self.names.add(name)\n            self._coming",
                 "            self._coming",
             )
         ],

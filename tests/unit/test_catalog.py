@@ -150,7 +150,7 @@ def test_a_mark_names_its_topic_exactly_and_that_is_in_force_from_its_message_on
     assert not takes(catalog, b"jobs.eu.@.k", b"jobs.eu.x"), "line by line where a topic comes"
     assert catalog.refusal(b"jobs.eu.@.k|0|1|x", 7) == ""
     assert catalog.takes(TEXT % b"jobs.eu.@.k" + TEXT % b"jobs.eu.x", 8)
-    assert b"jobs" not in catalog.known
+    assert b"jobs" not in catalog.names
     assert catalog.refusal(b"a|0|1|x", 9) == ""
     assert [catalog.refusal(key + b"|0|1|x", 10) for key in (b"b.@.k", b"c.d.@", b"jobs.k", b"jobs.eu.k")] == [
         *["too_many_topics"] * 3,

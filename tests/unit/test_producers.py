@@ -770,7 +770,7 @@ def test_no_id_of_a_window_is_copied_between_two_batches_of_lines(data):
     for seq in range(1, 5001):
         known.window.add(b"s", b"%d" % seq, seq, NOW)
     saver = DedupeSaver(data, known)
-    saver.take(5000, NOW)
+    saver.begin_snapshot(5000, NOW)
     saver.framed(1, 5001, 4999, NOW)
     assert saver.pending and not known.window.ids.looked_at
     until(lambda: saver.finish(5000))
@@ -814,7 +814,7 @@ def test_many_names_are_copied_some_at_a_time(data, monkeypatch):
         dedupe_file.TableSnapshot, "keep", lambda *args, keep=dedupe_file.TableSnapshot.keep: copied.append(keep(*args))
     )
     saver = DedupeSaver(data, known)
-    saver.take(100, NOW)
+    saver.begin_snapshot(100, NOW)
     for turn in range(1, 100):
         saver.framed(1, 101, 100, NOW)
         assert len(copied) == turn and saver.pending
@@ -867,7 +867,7 @@ def seq_on_disk(data):
 
 def test_a_checkpoint_waits_until_all_that_it_speaks_of_is_synced(data):
     saver = DedupeSaver(data, filled())
-    saver.take(240, NOW)
+    saver.begin_snapshot(240, NOW)
     for synced in (None, 0, 239):
         saver.framed(1, 250, synced, NOW)
         assert saver.pending and not saver.finish(synced) and not saver.busy
@@ -893,7 +893,7 @@ def test_a_checkpoint_forgets_idle_producers(data):
     known = table(ttl=10)
     known.remember(known.producer(b"gone", 0), 1, 1, 1, NOW - 12)
     known.remember(known.producer(b"here", 0), 1, 2, 1, NOW)
-    DedupeSaver(data, known).take(2, NOW)
+    DedupeSaver(data, known).begin_snapshot(2, NOW)
     assert set(known.names) == {b"here"}
 
 
@@ -911,7 +911,7 @@ def test_idle_producers_are_forgotten_some_at_a_time():
 
 def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
     saver = DedupeSaver(data, filled())
-    saver.take(240, NOW)
+    saver.begin_snapshot(240, NOW)
     until(lambda: saver.finish(240))
 
     def full(path, *content):
@@ -921,12 +921,12 @@ def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(dedupe, "replace_file", full)
-        saver.take(250, NOW)
+        saver.begin_snapshot(250, NOW)
         until(lambda: saver.finish(250))
     assert seq_on_disk(data) == 240
     with pytest.raises(FileNotFoundError):
         open(f"{dedupe_file.path(data)}.new", "rb")
-    saver.take(260, NOW)
+    saver.begin_snapshot(260, NOW)
     until(lambda: saver.finish(260))
     assert seq_on_disk(data) == 260
 
@@ -943,7 +943,7 @@ def test_a_checkpoint_that_is_owed_comes_though_nobody_writes(data, monkeypatch,
 
         with monkeypatch.context() as patch:
             patch.setattr(dedupe, "replace_file", full)
-            saver.take(250, NOW)
+            saver.begin_snapshot(250, NOW)
             until(lambda: saver.finish(250))
     saver.framed(0, 251, 250, NOW)
     assert not saver.pending and not seq_on_disk(data), "not at once"
@@ -961,7 +961,7 @@ def test_a_disk_that_fails_ends_the_framer(data, monkeypatch):
 
     monkeypatch.setattr(dedupe, "replace_file", broken)
     saver = DedupeSaver(data, filled())
-    saver.take(240, NOW)
+    saver.begin_snapshot(240, NOW)
     with pytest.raises(RetryError, match=r"producers\.ckpt: cannot be written"):
         until(lambda: saver.finish(240))
 

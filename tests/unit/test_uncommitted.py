@@ -109,7 +109,7 @@ def test_producers_ckpt_speaks_of_nothing_that_is_not_committed(tmp_path):
         a.send(b"t|||1")
         await shard.until(lambda: a.leading.synced == 2)
         a.frames = False
-        a.framer.saver.take(2, a.framer.now)
+        a.framer.saver.begin_snapshot(2, a.framer.now)
         assert not a.framer.saver.finish(a.framer._lasting_seq) and a.framer.saver.pending
         a.framer.rest()
         assert a.framer.saver.pending and not dedupe_file.checkpoint_seq(a.data)
