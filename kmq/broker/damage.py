@@ -28,7 +28,7 @@ class Damaged:
         return is_new
 
 
-def tell(settings: Settings, count: int, is_complete: bool) -> None:
+def report(settings: Settings, count: int, is_complete: bool) -> None:
     """Count damage in the gateway's row; forget all damage after a complete check that found none."""
     page = None
     with contextlib.suppress(PermissionError):  # a user who may read the files need not be the broker's user

@@ -161,7 +161,7 @@ class FollowerDoors:
         self._most, self._leader, self._row, self._clock = most, leader, row, clock
         self._log, self._incidents = log, Incidents(log.warn)
         self._strangers = Strangers(row, self._incidents)
-        self._known = leader()
+        self._leader_doors = leader()
         self._changed_at = self._again_at = self._look_at = self._say_at = self._sweep_at = clock()
         self._poll = select.epoll()
         self._listeners: dict[int, tuple[socket.socket, Door]] = {}
@@ -321,9 +321,9 @@ class FollowerDoors:
 
     def _follow_leader(self, now: float) -> None:
         found = self._leader()
-        if found == self._known:
+        if found == self._leader_doors:
             return
-        self._known, self._changed_at, self._again_at = found, now, now
+        self._leader_doors, self._changed_at, self._again_at = found, now, now
         self._addresses.clear()
         for client in [client for client in self._clients if client.other is not None]:
             if client in self._waiting:
@@ -335,18 +335,22 @@ class FollowerDoors:
         """Connect the waiting clients, and refuse those that have waited too long."""
         free = _BATCH if now >= self._again_at else 0
         for client in list(self._waiting):
-            if self._known is None or now - max(client.since, self._changed_at) >= WAIT_S:
+            if self._leader_doors is None or now - max(client.since, self._changed_at) >= WAIT_S:
                 if client.other is not None:
                     self._disconnect(client)
                 where = self._address_of(client.door) or "a leader with this port"
-                why = f"waited {WAIT_S:g} s for {where}" if self._known is not None else "this broker reaches no leader"
+                why = (
+                    f"waited {WAIT_S:g} s for {where}"
+                    if self._leader_doors is not None
+                    else "this broker reaches no leader"
+                )
                 self._strangers.note("no_leader", client.peer, why)
                 self._refuse(client, _no_leader(client.door.speaks))
             elif client.other is None and free:
                 free -= self._connect(client, self._address_of(client.door))
 
     def _address_of(self, door: Door) -> str:
-        return self._known.get(door.name, "") if self._known is not None else ""
+        return self._leader_doors.get(door.name, "") if self._leader_doors is not None else ""
 
     def _end_dead(self, now: float) -> None:
         """End the connections of which one side has acknowledged nothing for too long."""
@@ -416,9 +420,9 @@ class FollowerDoors:
         try:
             if event & _OUT:  # an error too makes it writable
                 other.is_blocked = False
-                self._pass_on(other, end)
+                self._forward(other, end)
             if event & ~_OUT:
-                self._pass_on(end, other)
+                self._forward(end, other)
             if end.has_ended and other.has_ended:
                 end.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ORDERLY)
                 other.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ORDERLY)
@@ -430,8 +434,8 @@ class FollowerDoors:
         for each, its in ((end, other), (other, end)):
             self._watch(each, _IN * (not each.has_ended and not each.is_blocked) | _OUT * its.is_blocked)
 
-    def _pass_on(self, end: _SplicedEnd, other: _SplicedEnd) -> None:
-        """Pass on what has come from `end`. Raises OSError if one of both is broken."""
+    def _forward(self, end: _SplicedEnd, other: _SplicedEnd) -> None:
+        """Forward what has come from `end`. Raises OSError if one of both is broken."""
         if end.has_ended or end.is_blocked:
             return
         try:

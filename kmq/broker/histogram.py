@@ -65,7 +65,7 @@ class Histogram:
         """Return a copy of all words."""
         return self._words.tolist()
 
-    def take(self, words: Sequence[int]) -> None:
+    def copy_from(self, words: Sequence[int]) -> None:
         """Copy the words of another histogram."""
         for at, word in enumerate(words):
             self._words[at] = word

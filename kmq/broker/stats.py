@@ -307,7 +307,7 @@ class Row:
         """Return a copy of all words."""
         return self._words.tolist()
 
-    def take(self, words: list[int]) -> None:
+    def copy_from(self, words: list[int]) -> None:
         """Copy the words of another row into this row."""
         for at, word in enumerate(words):
             self._words[at] = word
@@ -436,9 +436,9 @@ class StatsPage:
             elif not self._is_ours():
                 raise BusyError(f"{self.path} is in use by another data directory now ({self.identity()})")
             else:
-                row.take(own_row)
+                row.copy_from(own_row)
                 if row.times is not None:
-                    row.times.take(own_times)
+                    row.times.copy_from(own_times)
 
     def _is_ours(self) -> bool:
         return self._mm[:_TEXT] == self._identity
@@ -582,7 +582,7 @@ def _converted(page: bytes | bytearray) -> bytearray | None:
     found._lie_in(made)
     for name, at in _STARTS.items():
         old, row = dict(zip(_FIELDS_2, words[at : at + _ROW], strict=True)), found.rows[name]
-        row.take([0] * _ROW)
+        row.copy_from([0] * _ROW)
         for field, word in row.fields.items():
             row._words[word] = old.get(field, 0)
     return made

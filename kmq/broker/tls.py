@@ -86,7 +86,7 @@ class Certificates:
         self.settings, self.log, self.row = settings, log, row
         files = (settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self.watch = Watch(*filter(None, files))
-        self._take(make_context(settings))
+        self._adopt(make_context(settings))
 
     def context(self) -> ssl.SSLContext:
         """Return the context for a listener; it follows the files."""
@@ -104,14 +104,14 @@ class Certificates:
             self.log.warn("certificates_kept", reason=err, effect="the old ones stay in force")
             return
         self.log.info("certificates_reloaded", file=self.settings.tls_cert)
-        self._take(context)
+        self._adopt(context)
 
     def look(self) -> None:
         """Adopt new files and warn of expiring ones, also without connections. Call about once a second."""
         self.renew()
         self._publish()
 
-    def _take(self, context: ssl.SSLContext) -> None:
+    def _adopt(self, context: ssl.SSLContext) -> None:
         """Put a context in force, and read the dates of the files that it was made of."""
         self.latest = context
         self._chain: list[Validity] = []

@@ -143,7 +143,7 @@ def verify(
         checked = check.run(
             data, only or [], repair, as_json, lambda nbytes: advance(nbytes / _MB), settings.ring_bytes
         )
-    damage.tell(settings, checked.damage, checked.is_complete)
+    damage.report(settings, checked.damage, checked.is_complete)
     raise typer.Exit(checked.code)
 
 

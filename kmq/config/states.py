@@ -123,7 +123,7 @@ class InForce:
         self._read()
         return before != (self.settings, self.revoked)
 
-    def _keep(self, reason: object) -> None:
+    def _report_unreadable(self, reason: object) -> None:
         self.is_unknown = not self._has_read
         effect = "what was in force stays in force"
         if self.is_unknown:
@@ -135,10 +135,10 @@ class InForce:
         try:
             states = read(self._own)
         except ConfigError as error:
-            return self._keep(error)
+            return self._report_unreadable(error)
         if states is None:
             if self._has_read or self.is_unknown:
-                self._keep(f"{path_of(self._own)}: is gone, or another cluster's")
+                self._report_unreadable(f"{path_of(self._own)}: is gone, or another cluster's")
             return None
         self._has_read, self.is_unknown = True, False
         told = states.under(SETTINGS)

@@ -109,11 +109,11 @@ class ReceivedWriter(SharedFile):
 
         They lie in one piece. `publish` makes them visible.
         """
-        position = self._place(nbytes)
+        position = self._position_for(nbytes)
         if position < 0:
             self._asks = self.cells[WRITER_SLEEPS] = 1
             fence()
-            position = self._place(nbytes)
+            position = self._position_for(nbytes)
             if position < 0:
                 return -1
         if self._asks:
@@ -130,9 +130,9 @@ class ReceivedWriter(SharedFile):
 
     def has_room(self, nbytes: int) -> bool:
         """Return True if `put` would take so many bytes now."""
-        return self._place(nbytes) >= 0
+        return self._position_for(nbytes) >= 0
 
-    def _place(self, nbytes: int) -> int:
+    def _position_for(self, nbytes: int) -> int:
         is_empty, position, size = self._is_empty(), self.head, self.size
         at = position % size
         if at and (is_empty or at + nbytes > size):  # an empty ring is begun anew (layout.py)

@@ -187,14 +187,14 @@ class RingWriter(Ring):
 
     def has_room(self, nbytes: int, count: int) -> bool:
         """Return True if a block of this size fits now; under drop_oldest drop blocks until it fits."""
-        start, total = self._place(nbytes)
+        start, total = self._position_for(nbytes)
         while not self.fits(start + total, count):
             if not self.drops:
                 return False
             self._drop_oldest()
         return True
 
-    def _place(self, nbytes: int) -> tuple[int, int]:
+    def _position_for(self, nbytes: int) -> tuple[int, int]:
         """Return (position where a block of `nbytes` begins, bytes it takes): the head, or the start of the ring if
         the block does not fit before the end, or the ring is empty.
         """
@@ -241,7 +241,7 @@ class RingWriter(Ring):
         last, lines, replies = self._last, framed.lines, framed.replies
         first_seq, count, key_length, recv_ts = framed.stamp
         nbytes = len(lines) + len(replies)
-        start, total = self._place(nbytes)
+        start, total = self._position_for(nbytes)
         words, begin = self.words, last.begin
         if start != last.head:
             if self._is_empty():

@@ -1531,7 +1531,7 @@ MUTANTS = [
     ),
     Mutant(
         "door: goes on with a former leader",
-        [("kmq/broker/door.py", "        if found == self._known:\n", "        if self._known:\n")],
+        [("kmq/broker/door.py", "        if found == self._leader_doors:\n", "        if self._leader_doors:\n")],
         ["tests/unit/test_door.py"],
     ),
     Mutant(

@@ -329,22 +329,22 @@ def test_every_code_has_its_section():
 
 
 def test_damage_found_by_a_check_is_a_finding_until_a_complete_check_finds_none(page):
-    damage.tell(load(), 2, is_complete=False)
+    damage.report(load(), 2, is_complete=False)
     assert "2 damaged blocks or files" in found(page)["damage_found"].why
     page.rows["router"].found_damage()
-    damage.tell(load(), 0, is_complete=False)
+    damage.report(load(), 0, is_complete=False)
     assert "3 damaged blocks or files" in found(page)["damage_found"].why
-    damage.tell(load(), 0, is_complete=True)
+    damage.report(load(), 0, is_complete=True)
     assert found(page) == {}
 
 
 def test_a_check_of_another_directory_or_without_a_page_tells_nobody(page, monkeypatch):
     monkeypatch.setenv("KMQ_DATA", "another")
-    damage.tell(load(), 1, is_complete=True)
+    damage.report(load(), 1, is_complete=True)
     monkeypatch.delenv("KMQ_DATA")
     assert found(page) == {}
     monkeypatch.setenv("KMQ_INSTANCE", f"nobody-{os.getpid()}")
-    damage.tell(load(), 1, is_complete=True)
+    damage.report(load(), 1, is_complete=True)
 
 
 def test_a_damaged_place_is_counted_once_until_a_check_finds_nothing(page):
@@ -352,7 +352,7 @@ def test_a_damaged_place_is_counted_once_until_a_check_finds_nothing(page):
     for byte in (10, 10, 20, 10):
         reader.note(DamageError("/data/t/0/0.log", byte, byte + 5, 0, 1, "wrong checksum"))
     assert "2 damaged blocks" in found(page)["damage_found"].why
-    damage.tell(load(), 0, is_complete=True)
+    damage.report(load(), 0, is_complete=True)
     reader.note(DamageError("/data/t/0/0.log", 10, 15, 0, 1, "wrong checksum"))
     assert "1 damaged block or file was found" in found(page)["damage_found"].why
 

@@ -167,7 +167,9 @@ def test_a_ring_takes_its_slots_or_its_bytes_less_one_block_wherever_its_reader_
             put(writer, b"x" * rng.randrange(300))
             if rng.randrange(4):
                 taken(reader)
-        while writer.fits(writer._place(100)[0] + layout.block_bytes(100), 1):  # under drop_oldest: without dropping
+        while writer.fits(
+            writer._position_for(100)[0] + layout.block_bytes(100), 1
+        ):  # under drop_oldest: without dropping
             put(writer, b"x" * 100)
         found = layout.filling(writer.instance, "framed")
         # Or a block fits neither before the end nor before the oldest.

@@ -79,9 +79,9 @@ def test_a_difference_is_what_was_counted_in_between_also_over_a_restart():
 def test_rows_and_histograms_never_overlap(instance, tmp_path):
     page = StatsPage(instance, "abc", str(tmp_path))
     for at, name in enumerate(PROCESSES):
-        page.rows[name].take([1000 + at] * stats._ROW)
+        page.rows[name].copy_from([1000 + at] * stats._ROW)
     for at, what in enumerate(TIMED.values()):
-        page.histogram(what).take([2000 + at] * WORDS)
+        page.histogram(what).copy_from([2000 + at] * WORDS)
     for at, name in enumerate(PROCESSES):
         assert page.rows[name].words() == [1000 + at] * stats._ROW
     for at, what in enumerate(TIMED.values()):
@@ -94,7 +94,7 @@ def test_the_row_of_the_replica_moves_nothing_of_an_older_page(instance, tmp_pat
     page = StatsPage(instance, "abc", str(tmp_path))
     places = [page.rows[name] for name in PROCESSES[:6]] + [page.histogram(what) for what in TIMED.values()]
     for at, place in enumerate([*places, page.rows["replica"]]):
-        place.take([1 + at])
+        place.copy_from([1 + at])
     with open(page.path, "rb") as file:
         words = memoryview(file.read()).cast("Q")
     assert [words[128 + 64 * at] for at in range(6)] == [1, 2, 3, 4, 5, 6]
