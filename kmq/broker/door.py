@@ -549,7 +549,7 @@ def _look_up(address: str, turn: int, found: dict[str, Address | None]) -> None:
 
 def _no_leader(speaks: str) -> bytes:
     """Return the refusal for a client that no leader has accepted."""
-    refusal = refusals.known("no_leader")
+    refusal = refusals.by_code("no_leader")
     if speaks == LINES:
         return f"!err 0 {refusals.reason(refusal.code)}\n".encode()
     if speaks == CONSUMERS:

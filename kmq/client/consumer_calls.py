@@ -333,7 +333,7 @@ class ConsumerCalls:
         """Call the application's callback for an event of partitions; then give up those that are revoked."""
         try:
             if event.places:
-                await self._tell(event.kind, event.places)
+                await self._notify(event.kind, event.places)
         finally:
             if event.kind is Kind.REVOKED:
                 if self.options.auto_commit:
@@ -342,7 +342,7 @@ class ConsumerCalls:
                     self._core.revoked(event, time.monotonic())
                     self._driver.write()
 
-    async def _tell(self, kind: Kind, places: Iterable[TopicPartition]) -> None:
+    async def _notify(self, kind: Kind, places: Iterable[TopicPartition]) -> None:
         if callback := self._callbacks[kind]:
             await self._driver.finish(callback(list(places)))
 
@@ -354,7 +354,7 @@ class ConsumerCalls:
             if held and self.options.group_id:
                 if self.options.auto_commit and self._core.failed is None:
                     await self._commit_last(held)
-                await self._tell(Kind.REVOKED, held)
+                await self._notify(Kind.REVOKED, held)
         finally:
             await self._driver.end()
 

@@ -451,7 +451,7 @@ class ConsumerCore:
                 self.is_outage_told = False
                 logger().warning("connected again, after %.0f s", now - self.away_since)
             if self.is_managed:
-                is_late, asked = now >= self.expires_at, self.requests.asked_commits()
+                is_late, asked = now >= self.expires_at, self.requests.pending_commits()
                 holdings.lose([p for p, owned in holdings.owned.items() if is_late or not owned.is_at(offsets, asked)])
         holdings.lose(place for place, owned in holdings.owned.items() if place not in offsets and not owned.revoked)
         if is_first and self.is_managed:
@@ -622,7 +622,7 @@ class ConsumerCore:
         is_known = meaning.code == refused.code or self.phase is Phase.JOINING
         if refused.code in REJOIN:
             self.holdings.lose(tuple(self.holdings.owned))
-        elif refused.code == "bad_request" and self.requests.is_asked("nack"):
+        elif refused.code == "bad_request" and self.requests.is_pending("nack"):
             too_old = Refused("bad_request the broker is too old for this client, and takes no message back")
             self.requests.fail(too_old, "nack")
         elif is_known and not meaning.is_retryable:

@@ -420,7 +420,7 @@ class PendingRequests:
         self.was_silent = False  # this connection was silent for so long that the broker has ended the member
         self._session_s = session_s
         self._out: list[bytes] = []
-        self._asked: dict[str, deque[Pending]] = {name: deque() for name in ("seek", "offsets", "commit", "nack")}
+        self._pending: dict[str, deque[Pending]] = {name: deque() for name in ("seek", "offsets", "commit", "nack")}
         self.next_commit: Pending | None = None  # waits until a pending commit has its reply
 
     def connected(self, now: float) -> None:
@@ -446,12 +446,12 @@ class PendingRequests:
         return data
 
     def expect(self, name: str, pending: Pending) -> Pending:
-        self._asked[name].append(pending)
+        self._pending[name].append(pending)
         return pending
 
     def commit(self, offsets: dict[TopicPartition, int], now: float) -> Pending | None:
         """Return a commit to send, or None if it was joined to the waiting commit, `next_commit`."""
-        if len(self._asked["commit"]) < _MOST_COMMITS:
+        if len(self._pending["commit"]) < _MOST_COMMITS:
             return _commit_of(tuple(offsets.items()), now)
         joined = dict(self.next_commit.offsets) | offsets if self.next_commit else offsets
         if self.next_commit is None:
@@ -459,9 +459,9 @@ class PendingRequests:
         self.next_commit.offsets = tuple(joined.items())
         return None
 
-    def asked_commits(self) -> set[tuple[TopicPartition, int]]:
+    def pending_commits(self) -> set[tuple[TopicPartition, int]]:
         """Return the (partition, offset) pairs of commits without a reply."""
-        return {pair for pending in self._asked["commit"] for pair in pending.offsets}
+        return {pair for pending in self._pending["commit"] for pair in pending.offsets}
 
     def take_next_commit(self, now: float) -> Pending | None:
         """Return the commit that has waited for the reply to another one, or None."""
@@ -472,13 +472,13 @@ class PendingRequests:
 
     def answered(self, name: str) -> Pending:
         """Return the request to which this reply belongs. Raises BadLine if there is none."""
-        if not self._asked[name]:
+        if not self._pending[name]:
             raise BadLine(f"!{name}: an answer to nothing")
-        return self._asked[name].popleft()
+        return self._pending[name].popleft()
 
-    def is_asked(self, name: str) -> bool:
+    def is_pending(self, name: str) -> bool:
         """Return True while a request of this kind has no reply."""
-        return bool(self._asked[name])
+        return bool(self._pending[name])
 
     def forget_written(self) -> None:
         """Discard output that was not written, because the connection is gone."""
@@ -486,9 +486,9 @@ class PendingRequests:
 
     def fence(self, kept: Collection[TopicPartition]) -> None:
         """Fail commits for other partitions than these: sent again, they could undo what a later owner has committed."""
-        asked = [*self._asked["commit"], *([self.next_commit] if self.next_commit else [])]
-        gone = [pending for pending in asked if any(place not in kept for place, _ in pending.offsets)]
-        self._asked["commit"] = deque(pending for pending in self._asked["commit"] if pending not in gone)
+        commits = [*self._pending["commit"], *([self.next_commit] if self.next_commit else [])]
+        gone = [pending for pending in commits if any(place not in kept for place, _ in pending.offsets)]
+        self._pending["commit"] = deque(pending for pending in self._pending["commit"] if pending not in gone)
         if self.next_commit in gone:
             self.next_commit = None
         for pending in gone:
@@ -496,8 +496,8 @@ class PendingRequests:
 
     def write_again(self, now: float) -> None:
         """Write the requests without a reply again, on a new connection."""
-        for asked in self._asked.values():
-            for pending in asked:
+        for requests in self._pending.values():
+            for pending in requests:
                 pending.since = now
                 self.write(pending.line, now)
 
@@ -505,14 +505,14 @@ class PendingRequests:
         """Fail the requests of these kinds; without names, all requests."""
         if not names and (waiting := self.take_next_commit(0.0)) is not None:
             waiting.finish(error=error)
-        for name in names or tuple(self._asked):
-            asked = self._asked[name]
-            while asked:
-                asked.popleft().finish(error=error)
+        for name in names or tuple(self._pending):
+            requests = self._pending[name]
+            while requests:
+                requests.popleft().finish(error=error)
 
     def oldest(self, otherwise: float) -> float:
         """Return when the oldest request without a reply was made."""
-        return min((asked[0].since for asked in self._asked.values() if asked), default=otherwise)
+        return min((requests[0].since for requests in self._pending.values() if requests), default=otherwise)
 
 
 class Decoder:

@@ -129,18 +129,18 @@ class Attempts:
 
     def is_turn_of(self, message: Message) -> bool:
         """Return False for messages after one that failed: they are read again."""
-        return message.deliveries > 1 or _place(message) not in self._behind
+        return message.deliveries > 1 or _partition_of(message) not in self._behind
 
     def succeeded(self, message: Message) -> None:
         """Note that a message was handled, or its dead letter is on disk. The caller commits a redelivered message
         itself.
         """
-        self._held.pop(_place(message), None)
-        self._handled[_place(message)] = message.offset + 1
+        self._held.pop(_partition_of(message), None)
+        self._handled[_partition_of(message)] = message.offset + 1
 
     def failed(self, message: Message, error: Exception, now: float, wall: float) -> Held | Failure:
         """Return Held if the message waits for a retry, else what its dead letter says. `wall`: the time of day."""
-        place, is_again = _place(message), message.deliveries > 1
+        place, is_again = _partition_of(message), message.deliveries > 1
         held = None if is_again else self._held.pop(place, None)
         if held is not None and held.offset != message.offset:
             held = None  # left from before another member read this partition
@@ -169,7 +169,7 @@ class Attempts:
         return handled
 
 
-def _place(message: Message) -> TopicPartition:
+def _partition_of(message: Message) -> TopicPartition:
     return TopicPartition(message.topic, message.partition)
 
 

@@ -50,7 +50,7 @@ class Delivery(CoreDelivery):
         """Wait until all messages are on disk. Returns the (first) seq, or raises the first error."""
         self._driver.wait(lambda: self.done, timeout, "the reply to this message")
         if self.error is not None:
-            self.seen = self._driver.told = True
+            self.seen = self._driver.has_raised = True
             raise self.error
         return self.seq
 
@@ -225,7 +225,7 @@ class Producer:
 
     def _raise(self, error: KmqError | None) -> None:
         if error is not None:
-            self._driver.told = True
+            self._driver.has_raised = True
             raise error
 
     def close(self, timeout: float | None = None) -> None:
@@ -239,11 +239,11 @@ class Producer:
 
     def _at_exit(self) -> None:
         """Close the producer at the end of a program that has not closed it."""
-        told = self._driver.told
+        has_raised = self._driver.has_raised
         try:
             self.close()
         except KmqError as err:
-            if not told:
+            if not has_raised:
                 logger().error("not closed, and at exit: %s", err)
 
     def abort(self) -> None:
@@ -296,7 +296,7 @@ class ProducerDriver:
         self.lock = threading.Lock()
         self.closed = False
         self.resting = False  # the background thread waits for `_work`
-        self.told = False  # an error was raised to a caller
+        self.has_raised = False  # an error was raised to a caller
         self._unlocked = Unlocked(self.lock)
         self._changed = threading.Condition(self.lock)  # for callers that wait
         self._work = threading.Condition(self.lock)  # for the background thread
@@ -325,7 +325,7 @@ class ProducerDriver:
             self._wait_locked(lambda: core.window.is_half_free, timeout, "room among the messages in flight")
             core.window.filling = True
         if core.failed is not None:
-            self.told = True
+            self.has_raised = True
             raise core.failed
         if self.closed:
             raise KmqError("this producer is closed")

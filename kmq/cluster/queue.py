@@ -120,7 +120,7 @@ class AsyncBroadcastQueue:
         self.place = place if place is not None else Place.of(load())
         self.keys = Keys(self.place.cluster)
         self._transport = Transport(self.place.address)
-        self.known: Mark | None = None  # the last message that our last subscriber processed
+        self.last_processed: Mark | None = None  # the last message that our last subscriber processed
         self._session: tuple[Heart, Publisher] | None = None  # for publishing
         self._lock = asyncio.Lock()
         self._subscribers: dict[Subscriber, Heart] = {}  # of iterations that have not ended
@@ -225,7 +225,7 @@ class AsyncBroadcastQueue:
         heart = await Heart.open(self._transport, self.place.ttl_s, stop)
         try:
             subscriber = Subscriber(self.keys, self.place.broker, heart.presence, who_we_are())
-            await self._transport.run(subscriber.open(start, self.known), stop)
+            await self._transport.run(subscriber.open(start, self.last_processed), stop)
         except BaseException:
             await heart.stop()
             raise
@@ -236,7 +236,7 @@ class AsyncBroadcastQueue:
         heart = self._subscribers.pop(subscriber, None)
         if heart is None:
             return  # the queue was closed
-        self.known = subscriber.done or self.known
+        self.last_processed = subscriber.done or self.last_processed
         try:
             with suppress(ConsulError):  # items that are not marked are received again
                 await self._transport.run(subscriber.close())

@@ -68,7 +68,7 @@ class _Queue(BroadcastQueue):
         self, start: int | None = None, stop: threading.Event | None = None
     ) -> Iterator[tuple[Subscriber, Heart]]:
         states = self._applier.states
-        self._queue.known = Mark(states.epoch, states.id, 0.0) if states is not None else None
+        self._queue.last_processed = Mark(states.epoch, states.id, 0.0) if states is not None else None
         with super().subscribed(start, stop) as (subscriber, heart):
             if states is None:
                 subscriber.done = None
@@ -222,7 +222,7 @@ class Agent:
         while not self._stop.wait(_REPORT_S):
             subscriber = self._subscriber
             try:
-                self._applier.keep()
+                self._applier.restore_file()
                 self._applier.lead()
                 if subscriber is None:
                     continue

@@ -137,7 +137,7 @@ class Applier:
             replace_file(self._path, states.encode())
             self.states, self.unreadable = states, ""
 
-    def keep(self) -> None:
+    def restore_file(self) -> None:
         """Write the file again if it differs from the states in memory. Raises OSError."""
         with self._lock:
             if self.states is None:

@@ -305,7 +305,7 @@ class IdWindow:
             if self._snapshot.is_complete:
                 self._snapshot = None
             else:
-                self._snapshot.keep(key, self.ids[key])
+                self._snapshot.save(key, self.ids[key])
         del self.ids[key]
 
     def restore(self, key: bytes, value: int) -> None:
@@ -334,19 +334,19 @@ class IdWindow:
 class WindowSnapshot:
     """The ids of a window at one moment, for another thread, which reads them once.
 
-    The window calls `keep` before it forgets an id. So an id that is forgotten or added again meanwhile is read as it
+    The window calls `save` before it forgets an id. So an id that is forgotten or added again meanwhile is read as it
     was at that moment, without a lock.
     """
 
     def __init__(self, ids: dict[bytes, int], order: list[list[bytes]], first: int, again: dict[bytes, int]) -> None:
         self._ids, self._order, self._first, self._again = ids, order, first, again
         self._in_last = len(order[-1])  # keys of the last list, which grows
-        self._kept: dict[bytes, int] = {}
+        self._values: dict[bytes, int] = {}
         self.is_complete = False  # all rows were read
 
-    def keep(self, key: bytes, value: int) -> None:
-        """Keep the value of a key that the window is about to forget."""
-        self._kept.setdefault(key, value)
+    def save(self, key: bytes, value: int) -> None:
+        """Save the value of a key that the window is about to forget."""
+        self._values.setdefault(key, value)
 
     def rows(self) -> Iterator[tuple[bytes, int]]:
         """Yield each `scope|id` with its packed value, the oldest first."""
@@ -357,8 +357,8 @@ class WindowSnapshot:
                     if self._again.get(key):
                         self._again[key] -= 1
                         continue
-                    value = self._ids.get(key, 0)  # 0: `keep` has it by now. So look here first, then there
-                    yield key, self._kept.get(key, value)
+                    value = self._ids.get(key, 0)  # 0: `save` has it by now. So look here first, then there
+                    yield key, self._values.get(key, value)
         finally:
             self.is_complete = True
-            self._kept.clear()
+            self._values.clear()

@@ -188,7 +188,7 @@ def table() -> tuple[Refusal, ...]:
     return _ROWS
 
 
-def known(code: str) -> Refusal:
+def by_code(code: str) -> Refusal:
     """Return the row of `code`, which this version sends. Raises KeyError for any other."""
     return _BY_CODE[code]
 

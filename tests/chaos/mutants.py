@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     Mutant(
         "ids: a window forgets without a word to the snapshot that is read",
-        [(IDS, "                self._snapshot.keep(key, self.ids[key])\n", "                pass\n")],
+        [(IDS, "                self._snapshot.save(key, self.ids[key])\n", "                pass\n")],
         [UNIT_PRODUCERS],
     ),
     Mutant(

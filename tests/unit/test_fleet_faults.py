@@ -73,11 +73,11 @@ def test_the_agent_writes_a_file_again_that_has_gone_or_is_damaged(settings, tex
     log = FakeLogger()
     applier = Applier(settings, log)
     applier.apply(said("tokens/x", "revoked", 1))
-    applier.keep()
+    applier.restore_file()
     os.unlink(states.path_of(settings))
     if text is not None:
         write(settings, text)
-    applier.keep()
+    applier.restore_file()
     assert InForce(settings).revoked == {"x"} and log.names.count("states_made_again") == 1
 
 

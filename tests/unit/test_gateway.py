@@ -392,8 +392,8 @@ def test_records_over_the_limit_are_refused_while_others_wait_for_room(data, mon
 
 def test_what_may_be_sent_again_is_unavailable_over_grpc_and_503_or_507_over_http():
     assert {status_of(code) for code in RETRYABLE} == {grpc.StatusCode.UNAVAILABLE}
-    full = {code for code in RETRYABLE if refusals.known(code).http == 507}
-    assert full == {"disk_full", "quota"} and {refusals.known(code).http for code in RETRYABLE - full} == {503}
+    full = {code for code in RETRYABLE if refusals.by_code(code).http == 507}
+    assert full == {"disk_full", "quota"} and {refusals.by_code(code).http for code in RETRYABLE - full} == {503}
 
 
 def test_a_code_that_nobody_knows_is_an_internal_error():

@@ -115,7 +115,7 @@ def test_what_passes_is_worth_a_restart_or_another_attempt():
 def test_a_code_of_another_version_counts_as_internal_and_cannot_be_sent():
     assert refusals.find("of_tomorrow") is refusals.find("internal")
     with pytest.raises(KeyError):
-        refusals.known("of_tomorrow")
+        refusals.by_code("of_tomorrow")
     with pytest.raises(KeyError):
         refusals.reason("of_tomorrow")
 

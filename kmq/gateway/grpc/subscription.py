@@ -32,7 +32,7 @@ from kmq.gateway.grpc.calls import GrpcCall
 from kmq.gateway.grpc.schema import KMQ
 from kmq.message.message import Message
 from kmq.wire.attempts import attempt_of
-from kmq.wire.refusals import known
+from kmq.wire.refusals import by_code
 from kmq.wire.requests import TopicPartition
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Subscription:
         if self._rebalances.has_left:
             return
         if isinstance(event, Ended):
-            self.end(RequestRefused(event.code, f"{known(event.code).text}; join again"))
+            self.end(RequestRefused(event.code, f"{by_code(event.code).text}; join again"))
         else:
             self._rebalances.on_event(event)
 

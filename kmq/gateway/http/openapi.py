@@ -91,14 +91,14 @@ def codes_of(operation: Operation) -> dict[int, list[str]]:
     """Return the codes of the errors that an operation may answer, by status."""
     found: dict[int, list[str]] = {}
     for code in dict.fromkeys((*operation.errors, *COMMON)):
-        found.setdefault(refusals.known(code).http, []).append(code)
+        found.setdefault(refusals.by_code(code).http, []).append(code)
     return found
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
     responses = {str(status): _reply(reply) for status, reply in operation.replies.items()}
     for status, codes in sorted(codes_of(operation).items()):
-        text = "; ".join(f"{code}: {refusals.known(code).text}" for code in codes)
+        text = "; ".join(f"{code}: {refusals.by_code(code).text}" for code in codes)
         responses.setdefault(
             str(status),
             {

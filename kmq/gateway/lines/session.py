@@ -34,7 +34,7 @@ from kmq.gateway.lines.connection import LineConnection
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError
 from kmq.wire import replies, requests
-from kmq.wire.refusals import known
+from kmq.wire.refusals import by_code
 from kmq.wire.replies import (
     NO_RECORDS,
     Assigned,
@@ -93,7 +93,7 @@ class Session:
 
     async def _forward_events(self) -> None:
         ended = await self._rebalances.forward_events()
-        raise RequestRefused(ended.code, f"{known(ended.code).text}; say GROUP again")
+        raise RequestRefused(ended.code, f"{by_code(ended.code).text}; say GROUP again")
 
     async def say(self, line: bytes) -> None:
         """Write a line, after the line or batch that is being written."""
