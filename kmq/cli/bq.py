@@ -136,18 +136,18 @@ def _follow(
     was_interrupted = stop_on_signals(stop)
     if not command or as_json:
         terminal.when_left(stop.set)
-    following.follow(queue, handle, stop, _teller(), start, given)
+    following.follow(queue, handle, stop, _reporter(), start, given)
     if printer.failed:
         raise printer.failed
     if was_interrupted():
         raise typer.Exit(EXIT_SIGINT)
 
 
-def _teller() -> "Callable[[Condition], None]":
+def _reporter() -> "Callable[[Condition], None]":
     """Return a function that prints changes of the connection on stderr."""
     lost = failing = ""
 
-    def tell(condition: "Condition") -> None:
+    def report(condition: "Condition") -> None:
         nonlocal lost, failing
         if condition.failing and condition.failing != failing:
             _say(f"{condition.failing}; it is tried again until it succeeds")
@@ -157,7 +157,7 @@ def _teller() -> "Callable[[Condition], None]":
             _say(f"{condition.lost}; tried again until it is back" if condition.lost else "Consul is back")
         lost, failing = condition.lost, condition.failing
 
-    return tell
+    return report
 
 
 def _say(text: str) -> None:

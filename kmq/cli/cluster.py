@@ -198,7 +198,7 @@ def resign(
     """
     patience_s = seconds("--timeout", timeout)
 
-    def hand_over(keys: "ShardKeys", broker: str) -> "Steps[tuple[str, str | None]]":
+    def transfer_leadership(keys: "ShardKeys", broker: str) -> "Steps[tuple[str, str | None]]":
         from kmq.replica.shard import await_open, resign
 
         successor = yield from resign(keys, broker)
@@ -206,7 +206,7 @@ def resign(
             successor = yield from await_open(keys, broker, patience_s)
         return broker, successor
 
-    broker, successor = _run(shard, hand_over)
+    broker, successor = _run(shard, transfer_leadership)
     print(f"{successor} leads now" if successor is not None else f"{broker} does not lead; nothing was changed")
 
 

@@ -92,7 +92,7 @@ class Quarantine:
     def __init__(self, data: str) -> None:
         self._data, self._path = data, f"{data}/{QUARANTINE}"
 
-    def keep(self, path: str, begin: int, end: int) -> None:
+    def copy(self, path: str, begin: int, end: int) -> None:
         """Copy the bytes begin…end-1 of a file into the quarantine."""
         os.makedirs(self._path, exist_ok=True)
         with open(path, "rb") as file:

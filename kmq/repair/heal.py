@@ -514,7 +514,7 @@ def _keep_place(rewriter: Rewriter, differences: list[Difference]) -> tuple[set[
         queued, logged = reader.partition(rewriter.data, *at).find(seq, SEQ), wal_log.find(seq, SEQ)
         assert queued is not None and logged is not None  # they were compared
         line = _marked(queued.line, topic, partition)
-        is_theirs = _place(table, line) == at and record.routing_key_of(queued.line).startswith(topic.encode())
+        is_theirs = _queue_of(table, line) == at and record.routing_key_of(queued.line).startswith(topic.encode())
         if seq in kept or not is_theirs or _is_in_its_queue(rewriter.data, queued.line):
             doubled[at].append(difference)
         else:
@@ -572,7 +572,7 @@ def _send_again(rewriter: Rewriter, lost: list[Difference], copied: set[int]) ->
 
 
 def _is_in_its_queue(data: str, line: bytes) -> bool:
-    at = _place(topics.table(data), line)
+    at = _queue_of(topics.table(data), line)
     found = reader.partition(data, *at).find(record.seq_of(line), SEQ) if at else None
     return found is not None and found.line == line
 
@@ -610,7 +610,7 @@ def _new_line(new: Records, scan: Scan, patch: Patch) -> Iterator[Line]:
     yield Line(patch.first_seq, new[patch.first_seq])
 
 
-def _place(table: routing.Table, line: bytes) -> At | None:
+def _queue_of(table: routing.Table, line: bytes) -> At | None:
     """Return the queue that a stored line belongs to; None if there is none."""
     seq = record.seq_of(line)
     route = routing.resolve(table, record.routing_key_of(line), seq)
@@ -635,7 +635,9 @@ def repair(data: str, progress: Callable[[int], None] = lambda _: None, ring_byt
     small_files.heal_deletions(rewriter)
     small_files.heal_forks(rewriter)
     small_files.heal_identity(directory, rewriter)
-    for path, what in SegmentLocator(data, _known(directory, rewriter), directory.load_checkpoint()[1]).tidy():
+    for path, what in SegmentLocator(
+        data, _last_seq_outside_wal(directory, rewriter), directory.load_checkpoint()[1]
+    ).tidy():
         rewriter.report(path, what)
     rewriter.forget()
     small_files.heal(directory, rewriter)
@@ -650,12 +652,12 @@ def _heal_logs(data: str, rewriter: Rewriter) -> None:
     directory = DataDirectory(
         data
     )  # a new one, because it caches the named gaps, and the steps before may have named more
-    WalHealer(directory, rewriter).heal(_known(directory, rewriter))
+    WalHealer(directory, rewriter).heal(_last_seq_outside_wal(directory, rewriter))
     for topic, number in directory.queues():
         QueueHealer(directory, rewriter, topic, number).heal()
 
 
-def _known(directory: DataDirectory, rewriter: Rewriter) -> int:
+def _last_seq_outside_wal(directory: DataDirectory, rewriter: Rewriter) -> int:
     """Return the last seq in any file except the WAL."""
     routed, rows, _ = directory.load_checkpoint()
     others = [routed, deletions.last_seq(directory.data), dedupe_file.checkpoint_seq(directory.data)]

@@ -48,11 +48,11 @@ class _LogFile(NamedTuple):
 class SegmentLocator:
     """One run over a data directory.
 
-    `known`: the last seq in queues and checkpoints; `rows`: of router.ckpt.
+    `last_seq`: the last seq in queues and checkpoints; `rows`: of router.ckpt.
     """
 
-    def __init__(self, data: str, known: int, rows: checkpoint.Rows) -> None:
-        self.data, self.known, self.rows = data, known, rows
+    def __init__(self, data: str, last_seq: int, rows: checkpoint.Rows) -> None:
+        self.data, self.last_seq, self.rows = data, last_seq, rows
         self.done: list[Done] = []
         self._quarantine = Quarantine(data)
         self._moving = f"{data}/{QUARANTINE}/moving"
@@ -63,7 +63,7 @@ class SegmentLocator:
         files = [self._identify(path) for path in self._logs()]
         for file in files:
             if file.is_right and _by_seq(file.path):
-                self.known = max(self.known, segment.last_seq(Segment(0, file.path, os.path.getsize(file.path))))
+                self.last_seq = max(self.last_seq, segment.last_seq(Segment(0, file.path, os.path.getsize(file.path))))
         moves = self._moves([self._by_records(file, files) for file in files])
         if moves:
             os.makedirs(self._moving, exist_ok=True)
@@ -129,7 +129,7 @@ class SegmentLocator:
 
     def _wal_target(self, path: str, base: int, seq: int, files: list[_LogFile]) -> str:
         """Return the place of a WAL segment that begins with `seq`: its own if only named seqs are missing before."""
-        if base <= seq <= self.known + 1 and not dropped.without(base, seq - 1, dropped.accounted(self.data)):
+        if base <= seq <= self.last_seq + 1 and not dropped.without(base, seq - 1, dropped.accounted(self.data)):
             return path
         target = f"{os.path.dirname(path)}/{segment.name(seq)}"
         return target if target != path and any(file.path == target for file in files) else ""
@@ -231,7 +231,7 @@ class SegmentLocator:
         if entries and entries[-1].offset >= base:
             return False
         if _by_seq(log):
-            return base <= self.known + 1
+            return base <= self.last_seq + 1
         topic, _, number = name.rpartition("/")
         end = max(self.rows.get((topic, int(number)), EMPTY).end_offset, self._recorded(topic, int(number)))
         is_known = base <= end or len(before) < len(others)

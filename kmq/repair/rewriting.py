@@ -123,7 +123,7 @@ class Rewriter:
                 if lost_here:
                     lost += self._give_up(scan, patch, lost_here)
                 elif new.tell() == begin and patch.end > patch.position:  # no record replaces these bytes
-                    self.quarantine.keep(scan.path, patch.position, patch.end)
+                    self.quarantine.copy(scan.path, patch.position, patch.end)
                 copied = patch.end
             _copy(old, new, copied, max(copied, scan.size - scan.torn))
             new.flush()
@@ -135,7 +135,7 @@ class Rewriter:
 
         `lost`: their seqs; 0 where a seq is unknown.
         """
-        self.quarantine.keep(scan.path, patch.position, patch.end)
+        self.quarantine.copy(scan.path, patch.position, patch.end)
         if all(lost):
             seqs = ranges(lost)
             self.quarantine.name_lost(scan.path, patch.position, seqs)

@@ -120,11 +120,11 @@ def _entries(segment: SegmentReader) -> tuple[list[tuple[int, IndexEntry]], list
         if entry is None:
             wrong.append((byte, "not an index line"))
         elif not kept or _follows(kept[-1][1], entry):
-            _keep(kept, byte, entry)
+            _append_entry(kept, byte, entry)
         # One of the two lines is damaged: the one that does not fit between its neighbours.
         elif len(kept) == 1 or _follows(kept[-2][1], entry):
             wrong.append((kept.pop()[0], "does not fit between its neighbours"))
-            _keep(kept, byte, entry)
+            _append_entry(kept, byte, entry)
         else:
             wrong.append((byte, "does not follow from the line before it"))
         byte += len(line) + 1
@@ -133,7 +133,7 @@ def _entries(segment: SegmentReader) -> tuple[list[tuple[int, IndexEntry]], list
     return kept, wrong
 
 
-def _keep(kept: list[tuple[int, IndexEntry]], byte: int, entry: IndexEntry) -> None:
+def _append_entry(kept: list[tuple[int, IndexEntry]], byte: int, entry: IndexEntry) -> None:
     if kept and kept[-1][1].offset == entry.offset:
         kept.pop()  # provisional
     kept.append((byte, entry))

@@ -191,7 +191,7 @@ class LogFile:
             self.was = ""
         self.note_head()
 
-    def _take(self, end: int, lines: int, mark: int | None = None) -> None:
+    def _advance(self, end: int, lines: int, mark: int | None = None) -> None:
         """Note that `lines` lines, up to `end`, are being sent. `mark`: of the bytes that were read, if known."""
         if mark is None and self.fd >= 0:
             mark = _mark(*_ends(self.fd, end))
@@ -218,7 +218,7 @@ class LogFile:
                 return self._read_long(data[:longest], is_final)
             self._scanned = 0
             if is_final and data:
-                self._take(self.offset + len(data), 1)
+                self._advance(self.offset + len(data), 1)
                 return FileBlock([data])
             self.rest()
             return None
@@ -229,7 +229,7 @@ class LogFile:
         # The mark is made from `data`, not read again: a file that is cut off just now would get the mark of its new
         # content.
         start, end = data[: cut + 1][:_MARK], data[max(0, cut + 1 - _MARK) : cut + 1]
-        self._take(self.offset + cut + 1, len(lines), _mark((first + start)[:_MARK], (last + end)[-_MARK:]))
+        self._advance(self.offset + cut + 1, len(lines), _mark((first + start)[:_MARK], (last + end)[-_MARK:]))
         return FileBlock(lines)
 
     def _skip_nuls(self) -> bool:
@@ -249,7 +249,7 @@ class LogFile:
             data = os.pread(self.fd, _BLOCK, at)
             at += len(data) - len(data.lstrip(b"\0"))
             if data.strip(b"\0"):
-                self._take(at, 0)
+                self._advance(at, 0)
                 self.offset, self._scanned, self._is_new = at, 0, False
                 self.skipped += at
                 return True
@@ -266,12 +266,12 @@ class LogFile:
             data = os.pread(self.fd, _BLOCK, at)
             if (found := data.find(b"\n")) >= 0:
                 self._scanned = 0
-                self._take(at + found + 1, 1)
+                self._advance(at + found + 1, 1)
                 return FileBlock([start], at + found - self.offset)
             at = self._scanned = at + len(data)
             if len(data) < _BLOCK:
                 if is_final:
-                    self._take(at, 1)
+                    self._advance(at, 1)
                     return FileBlock([start], at - self.offset)
                 self.rest()
                 break
@@ -285,7 +285,7 @@ class LogFile:
             found = os.pread(self.fd, at - start, start).rfind(b"\n")
             if found >= 0:
                 self.offset = start + found + 1
-                return self._take(self.offset, 0)
+                return self._advance(self.offset, 0)
             at = start
 
     def take_back(self, count: int) -> None:
@@ -296,7 +296,7 @@ class LogFile:
                 lines = data.split(b"\n", left)
                 end += len(data) - len(lines[-1]) if len(lines) > left else len(data)
                 left -= len(lines) - 1
-            self._take(end, 0)
+            self._advance(end, 0)
         self.offset, self.lines = self.end, 0
 
 

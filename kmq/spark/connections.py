@@ -164,7 +164,7 @@ class ShardDoors:
     def __init__(self) -> None:
         self._doors: dict[str, set[tuple[str, int]]] = {}  # by lineage
 
-    def told(self, lineage: str, doors: Iterable[str]) -> str:
+    def add(self, lineage: str, doors: Iterable[str]) -> str:
         """Add a broker's report. Return the lineage; "" if a shard with copies of its records has used the lineage
         before.
         """

@@ -290,7 +290,7 @@ def _launched(conf: "SparkConf") -> Any:
 
     reading, writing = os.pipe()
     last_lines: deque[bytes] = deque(maxlen=3)
-    reader = threading.Thread(target=_pass_on, args=(os.fdopen(reading, "rb"), last_lines), daemon=True)
+    reader = threading.Thread(target=_copy_stderr, args=(os.fdopen(reading, "rb"), last_lines), daemon=True)
     reader.start()
     failure: PySparkRuntimeError | None = None
     # In a session of its own: a SIGTERM or SIGHUP for our process group must not end the JVM before its streams are
@@ -309,7 +309,7 @@ def _launched(conf: "SparkConf") -> Any:
     ) from failure
 
 
-def _pass_on(stderr: IO[bytes], last_lines: deque[bytes]) -> None:
+def _copy_stderr(stderr: IO[bytes], last_lines: deque[bytes]) -> None:
     """Copy the stderr of the JVM and its Python workers to ours, without noise; `last_lines` keeps the last of it."""
     for line in without_disconnects(without_overflows(stderr)):
         if not line.startswith(_NOISE):

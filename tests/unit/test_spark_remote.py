@@ -257,7 +257,7 @@ def test_copies_of_a_directory_that_is_no_shards_stay_two_brokers_and_are_refuse
 )
 def test_a_door_may_be_spelt_without_its_domain(spelt, is_it):
     doors = ShardDoors()
-    assert doors.told("l", ["kmq-0.kmq.ns:8082", "[::1]:8443", "no address"]) == "l"
+    assert doors.add("l", ["kmq-0.kmq.ns:8082", "[::1]:8443", "no address"]) == "l"
     assert doors.shard_at(*spelt) == "l" * is_it
 
 

@@ -120,7 +120,7 @@ class Screen:
         # Handle them even if the shell set one to be ignored: the terminal must be restored.
         self._handle({**dict.fromkeys(_ENDING, self._end), signal.SIGTSTP: self._pause, signal.SIGWINCH: self._resize})
         try:
-            self._take()
+            self._enter()
         except BaseException:
             self.__exit__()
             raise
@@ -130,7 +130,7 @@ class Screen:
         for number in (*_ENDING, signal.SIGTSTP):  # a second signal must not interrupt this
             with contextlib.suppress(TerminalEnded):
                 signal.signal(number, signal.SIG_IGN)
-        self._give_back()
+        self._leave()
         for handled, handler in self._old_handlers.items():
             signal.signal(handled, handler)  # type: ignore[arg-type]
 
@@ -147,13 +147,13 @@ class Screen:
         self._is_resized = True
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
-        self._give_back()
+        self._leave()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)  # returns when it is continued
         signal.signal(signal.SIGTSTP, self._pause)
-        self._take()
+        self._enter()
 
-    def _take(self) -> None:
+    def _enter(self) -> None:
         try:
             self._before = termios.tcgetattr(0)
             tty.setcbreak(0, termios.TCSANOW)
@@ -162,7 +162,7 @@ class Screen:
         self._write(_ENTER)
         self._is_resized = True
 
-    def _give_back(self) -> None:
+    def _leave(self) -> None:
         with contextlib.suppress(OSError, termios.error):
             if select.select([], [1], [], _PATIENCE_S)[1]:
                 os.write(1, _LEAVE.encode())

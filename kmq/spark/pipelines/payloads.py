@@ -314,11 +314,11 @@ class _SecondParse:
         """Return the fields that are not in the schema, else null."""
 
         def is_unknown(name: Column, value: Column) -> Column:
-            scalar = [field.name for field in self._fields if _known(field.dataType) == _SCALAR]
+            scalar = [field.name for field in self._fields if _json_regex(field.dataType) == _SCALAR]
             verdict = F.when(name.isin(scalar), F.lit(False))
             for field in self._fields:
                 if field.name not in scalar:
-                    held = F.coalesce(value.rlike(rf"\A{_known(field.dataType)}\z"), F.lit(True))
+                    held = F.coalesce(value.rlike(rf"\A{_json_regex(field.dataType)}\z"), F.lit(True))
                     verdict = verdict.when(name == field.name, ~held)
             return verdict.otherwise(F.lit(True))
 
@@ -380,16 +380,16 @@ def _replaced(kind: DataType, by: DataType) -> DataType:
     return by if isinstance(kind, DecimalType) else kind
 
 
-def _known(kind: DataType) -> str:
+def _json_regex(kind: DataType) -> str:
     """Return a Java regex, without backtracking, for JSON as Jackson writes it that has only the type's names."""
     if isinstance(kind, StructType):
         names = (_quoted(json.dumps(field.name, ensure_ascii=False)) for field in kind)
-        members = (f"{name}:{_known(field.dataType)}" for name, field in zip(names, kind, strict=True))
+        members = (f"{name}:{_json_regex(field.dataType)}" for name, field in zip(names, kind, strict=True))
         return rf"(?:null|\{{(?:(?:{'|'.join(members)})(?:,|(?=\}})))*+\}})"
     if isinstance(kind, ArrayType):
-        return rf"(?:null|\[(?:{_known(kind.elementType)}(?:,|(?=\])))*+\])"
+        return rf"(?:null|\[(?:{_json_regex(kind.elementType)}(?:,|(?=\])))*+\])"
     if isinstance(kind, MapType):
-        return rf"(?:null|\{{(?:{_STRING}:{_known(kind.valueType)}(?:,|(?=\}})))*+\}})"
+        return rf"(?:null|\{{(?:{_STRING}:{_json_regex(kind.valueType)}(?:,|(?=\}})))*+\}})"
     return _SCALAR
 
 

@@ -142,7 +142,7 @@ class QueueFiles:
         try:
             if deletions.read(self._pod):
                 raise ConfigError(f"--as log: topics of {self._pod} were deleted; use --as parquet, delta or iceberg")
-            self._seq, self._known, _ = checkpoint.load(self.to)
+            self._seq, self._partitions, _ = checkpoint.load(self.to)
             self._check_whole()
         except BaseException:
             self._lock.release()
@@ -165,18 +165,20 @@ class QueueFiles:
             raise ConfigError(f"--to {self.to}: the checkpoint is of other files; begin with a new one")
         self._table = topics.table(self._pod)
         in_order = rows.repartition("topic", "partition").sortWithinPartitions("topic", "partition", "seq")
-        write = partial(_append, to=self.to, known=self._known, table=self._table, limits=self._topic_limits())
+        write = partial(_append, to=self.to, known=self._partitions, table=self._table, limits=self._topic_limits())
         states = map_in_arrow(in_order.select("topic", "partition", "seq", "line"), write, _STATES).collect()
         for topic, number, *values, _ in states:
-            self._known[topic, number] = PartitionState(*values)
+            self._partitions[topic, number] = PartitionState(*values)
             self._seq = max(self._seq, values[1])
-        known = [self._topic(name) for name in sorted({name for name, _ in self._known})]
+        known = [self._topic(name) for name in sorted({name for name, _ in self._partitions})]
         if any(topic.is_rerouted for topic in known) and (text := identity.raised_text(self.to, identity.ROUTED)):
             replace_file(f"{self.to}/format", f"{text}\n".encode())
-        self._write_tomls(sorted({topic for topic, _ in self._known}))
+        self._write_tomls(sorted({topic for topic, _ in self._partitions}))
         for topic in known:  # a checkpoint has a row for each partition, also for one without records
-            self._known = {(topic.name, number): PartitionState() for number in range(topic.partitions)} | self._known
-        replace_file(f"{self.to}/router.ckpt", checkpoint.text(self._seq, self._known, known))
+            self._partitions = {
+                (topic.name, number): PartitionState() for number in range(topic.partitions)
+            } | self._partitions
+        replace_file(f"{self.to}/router.ckpt", checkpoint.text(self._seq, self._partitions, known))
         return sum(row.records for row in states)
 
     def _topic(self, name: str) -> Topic:

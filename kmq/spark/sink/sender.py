@@ -93,7 +93,7 @@ class StoredRecords:
         search.is_ahead |= any(sent.seq >= end for sent in search.missing.values())
         for low, high in ranges(sorted(sent.seq for sent in search.missing.values() if first <= sent.seq < end)):
             for _, lines in broker.read(WAL, 0, low, high + 1):
-                search.take_seqs(lines)
+                search.add_by_seq(lines)
         self._search_by_id(broker, WAL, 0, (first, end), search)
 
     def _search_topics(self, broker: Broker, search: "_RecordSearch") -> None:
@@ -110,7 +110,7 @@ class StoredRecords:
             for low, high in ranges(seqs):
                 start, end = (broker.offset_of_seq(topic, partition, seq) for seq in (low, high + 1))
                 for _, lines in broker.read(topic, partition, start, end):
-                    search.take_seqs(lines)
+                    search.add_by_seq(lines)
             self._search_by_id(broker, topic, partition, ends, search)
 
     def _search_by_id(
@@ -132,7 +132,7 @@ class StoredRecords:
                 if id > last:
                     return
                 if id in search.missing:
-                    search.take(id, line)
+                    search.add(id, line)
                 self._places[log] = id, record.seq_of(line) if topic == WAL else before
 
     def _offset_before(
@@ -164,17 +164,17 @@ class _RecordSearch:
         self._ids = {b"%d" % line.seq: line.id for line in sent if line.seq}  # seq → id
         self._mark = b";p=" + producer
 
-    def take(self, id: int, line: bytes) -> None:
+    def add(self, id: int, line: bytes) -> None:
         self.found[id] = line
         del self.missing[id]
 
-    def take_seqs(self, lines: bytes) -> None:
+    def add_by_seq(self, lines: bytes) -> None:
         """Add those of the lines that have a wanted seq and belong to this producer."""
         ids = self._ids
         for line in lines.split(b"\n"):
             id = ids.get(line[: line.find(b"|")])  # hot loop: record.seq_of, as it is stored
             if id is not None and id in self.missing and self._id_in(line) == id:
-                self.take(id, line)
+                self.add(id, line)
 
     def own(self, lines: bytes) -> Iterator[tuple[int, int, bytes]]:
         """Yield (place in `lines`, id, line) of each line of this producer."""
@@ -502,13 +502,13 @@ class RowSender:
         if isinstance(err, Refused) and err.code == "unknown_partition":
             return NoPartition(self._name, err.line)
         kind = RetryError if isinstance(err, (NotAnswered, Fenced)) else KmqError
-        return kind(f"producer {self._name} at {self._place}: {err}")
+        return kind(f"producer {self._name} at {self._addresses}: {err}")
 
     def _warn(self, text: str) -> None:
-        log().warning("producer %s at %s: %s", self._name, self._place, text)
+        log().warning("producer %s at %s: %s", self._name, self._addresses, text)
 
     @property
-    def _place(self) -> str:
+    def _addresses(self) -> str:
         return ",".join(map(str, self._doors))
 
 

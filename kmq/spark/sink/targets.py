@@ -214,7 +214,7 @@ def shards(asked: Sequence[Address], access: Access) -> dict[Address, str]:
     with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
         answers = list(pool.map(lambda address: _shard_at(address, access), asked if len(asked) > 1 else ()))
     for address, (lineage, advertised) in zip(asked, answers, strict=False):
-        if lineage and doors.told(lineage, advertised):
+        if lineage and doors.add(lineage, advertised):
             found[address] = lineage
     for address, (said, _) in zip(asked, answers, strict=False):
         if not said and (lineage := doors.shard_at(address.host, address.port)):

@@ -158,7 +158,7 @@ class Directory(Broker):
     def __init__(self, name: str, path: str = "") -> None:
         self.name, self.path = name, os.path.abspath(path or name)
         # LogReaders remember where their log ended: finding the new end costs less.
-        self._kept: dict[tuple[str, int], reader.LogReader] = {}
+        self._readers: dict[tuple[str, int], reader.LogReader] = {}
         self.gaps: dict[tuple[str, int], Gaps] = {}
 
     def ancestors(self) -> list[str]:
@@ -240,10 +240,10 @@ class Directory(Broker):
         return 0
 
     def _log(self, topic: str, partition: int) -> reader.LogReader:
-        if (topic, partition) not in self._kept:
+        if (topic, partition) not in self._readers:
             log = reader.wal(self.path) if topic == WAL else reader.partition(self.path, topic, partition)
-            self._kept[topic, partition] = log
-        return self._kept[topic, partition]
+            self._readers[topic, partition] = log
+        return self._readers[topic, partition]
 
     def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
         return self._log(topic, partition).offset_of_time(micros)
@@ -289,7 +289,7 @@ class Remote(Broker):
     def __init__(self, name: str, access: Access = PLAIN, data_id: str = "") -> None:
         """`data_id`: read only this data directory, and wait for it without a limit."""
         self.name, self._access, self._data_id = name, access, data_id
-        self._kept: list[HTTPConnection] = []  # one, unless several requests ran at the same time
+        self._idle: list[HTTPConnection] = []  # one, unless several requests ran at the same time
         self.addresses = [gateway_address(part, access) for part in name.split(",")]
         self._last: dict[tuple[str, int], tuple[int, list[int] | None]] = {}  # end, and stamp of the record before it
         self._is_older = False
@@ -440,7 +440,7 @@ class Remote(Broker):
     @contextmanager
     def _connected(self) -> Iterator[HTTPConnection]:
         """Provide the kept connection, or a new one; keep it if its response was read without an error."""
-        connection = self._kept.pop() if self._kept else self.connect()
+        connection = self._idle.pop() if self._idle else self.connect()
         if _is_dropped(connection):
             connection.close()
         try:
@@ -452,15 +452,15 @@ class Remote(Broker):
         except BaseException:
             connection.close()
             raise
-        if self._kept:  # another request came while records were read
+        if self._idle:  # another request came while records were read
             connection.close()
         else:
-            self._kept.append(connection)
+            self._idle.append(connection)
 
     def close(self) -> None:
         """Close the connection; the next request opens a new one."""
-        while self._kept:
-            self._kept.pop().close()
+        while self._idle:
+            self._idle.pop().close()
 
     def connect(self) -> HTTPConnection:
         """Return a new connection, which opens with its first request."""
@@ -643,7 +643,7 @@ def recognised(names: Sequence[str], access: Access = PLAIN, waits: bool = True)
                 if isinstance(answer, Exception):
                     failed = failed or (remote, answer)
                     continue
-                is_shard = "shard" in answer and doors.told(answer["data_id"], answer["doors"])
+                is_shard = "shard" in answer and doors.add(answer["data_id"], answer["doors"])
                 found[remote.name] = answer["data_id"] if is_shard else remote.name
             for remote in silent:
                 _, host, port = remote.addresses[0]

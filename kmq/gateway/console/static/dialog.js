@@ -76,15 +76,15 @@ export async function change({ title, dry, preview, apply, yes, done, place, not
 
 /**
  * Return a form, folded away, for a change that has no dry run: the command that does it is shown before it is done.
- * `asked(elements)` returns the body or throws what is wrong. Call `refresh` when it may be known who is asking.
+ * `bodyOf(elements)` returns the body or throws what is wrong. Call `refresh` when it may be known who is asking.
  */
-export function form(app, { title, yes, fields, asked, command: said, apply, done }) {
+export function form(app, { title, yes, fields, bodyOf, command: said, apply, done }) {
   const place = h("div", { role: "status", class: "result" });
   const why = h("p", { class: "quiet" });
   const button = h("button", { type: "submit", class: "danger", disabled: true }, `${yes}…`);
   const made = h("form", { class: "look", onsubmit: (event) => { event.preventDefault(); submit(); } }, fields, button);
   const submit = () => change({
-    title, yes, place, apply, done, dry: async () => asked(made.elements),
+    title, yes, place, apply, done, dry: async () => bodyOf(made.elements),
     note: "Nothing has been changed yet. This does it, and so does the button:",
     preview: (body) => ({ isEmpty: false, body: command(said(body)) }),
   });

@@ -52,7 +52,7 @@ export function creation(app) {
     title: "Create a topic", yes: "Create",
     fields: [h("label", null, "Name ", h("input", { name: "name", required: true, autocomplete: "off", spellcheck: "false" })),
       h("label", null, "Partitions ", h("input", { name: "partitions", inputmode: "numeric", size: "4", value: "1", autocomplete: "off" })), fields()],
-    asked: (elements) => ({ name: elements.name.value.trim(), partitions: Number(elements.partitions.value), ...options(elements) }),
+    bodyOf: (elements) => ({ name: elements.name.value.trim(), partitions: Number(elements.partitions.value), ...options(elements) }),
     command: (body) => curl(path("admin", "topics"), { body }),
     apply: (body) => post(path("admin", "topics"), body),
     done: (topic) => `Done: topic ${topic.name} has ${count(topic.partitions.length, "partition")}.`,
@@ -63,7 +63,7 @@ export function creation(app) {
 export function limits(name, app) {
   const where = path("admin", "topics", name);
   const made = form(app, {
-    title: "Change its limits", yes: "Change", fields: fields(), asked: options,
+    title: "Change its limits", yes: "Change", fields: fields(), bodyOf: options,
     command: (body) => curl(where, { method: "PATCH", body }),
     apply: (body) => patch(where, body),
     done: () => `Done: limits of ${name} changed.`,

@@ -250,7 +250,7 @@ function production(topic, app, then) {
       area("Headers", "headers", { placeholder: "name=value, one a line" }),
       h("label", null, "Partition ", h("input", { name: "partition", inputmode: "numeric", size: "4", autocomplete: "off", placeholder: "any" })),
       h("label", null, h("input", { name: "tombstone", type: "checkbox" }), " no value (a tombstone)")],
-    asked: ({ key, value, headers, partition, tombstone }) => {
+    bodyOf: ({ key, value, headers, partition, tombstone }) => {
       const pairs = headers.value.split("\n").filter((line) => line.trim()).map((line) => line.match(/^([^=]+)=(.*)$/) ?? [line, line, null]);
       return { value: tombstone.checked ? null : value.value, ...(key.value ? { key: key.value } : {}),
         ...(pairs.length ? { headers: pairs.map(([, name, text]) => ({ name, value: text })) } : {}),
