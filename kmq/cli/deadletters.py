@@ -129,16 +129,16 @@ def _list_letters(data: str, topic: str, filters: "list[Filter]", most: int, as_
     if as_json:
         for found in letters:
             print(json.dumps(_as_dict(found), ensure_ascii=False))
-        _tell_more(every)
+        _report_more(every)
         return
     if rows := [[*_row(found)] for found in letters]:
         print_table(("letter", "origin", "key", ">attempts", ">replays", "error"), rows)
     else:
         print(f"{topic}: no letters that match")
-    _tell_more(every)
+    _report_more(every)
 
 
-def _tell_more(rest: "Iterator[Found]") -> None:
+def _report_more(rest: "Iterator[Found]") -> None:
     if terminal.is_read() and next(rest, None) is not None:
         print("kmq: there are more letters; --max 0 lists all", file=sys.stderr)
 

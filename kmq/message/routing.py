@@ -90,7 +90,7 @@ DELETED = b""  # the topic of a record whose topic was deleted later: no queue h
 _NEVER = 1 << 64  # a seq that no record can have
 
 
-class Route(namedtuple("Route", ("topic", "key", "asked"), defaults=(None,))):
+class Route(namedtuple("Route", ("topic", "key", "partition"), defaults=(None,))):
     """A resolved routing key: the topic, the key or None, the partition that the mark asks for or None."""
 
     __slots__ = ()
@@ -98,7 +98,7 @@ class Route(namedtuple("Route", ("topic", "key", "asked"), defaults=(None,))):
     @property
     def is_spread(self) -> bool:
         """Return True if the seq decides on the partition."""
-        return self.key is None and self.asked is None
+        return self.key is None and self.partition is None
 
 
 Growth = Sequence[tuple[int, int]]  # each growth of a topic: its first seq, and the number of partitions before it
@@ -158,7 +158,7 @@ class Topic:
 
     def partition_of(self, route: Route, seq: int) -> int:
         """Return the partition of a message with this route and seq."""
-        number: int | None = route.asked
+        number: int | None = route.partition
         if number is None:
             if route.key is None:
                 return self.turn_of(seq)

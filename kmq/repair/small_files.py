@@ -257,7 +257,7 @@ def _partitioner_of(data: str, name: str, text: str, partitions: int, grown: Gro
             for line in _first_lines(data, name, number):
                 seq = record.seq_of(line)
                 route = resolve(table, record.routing_key_of(line), seq)
-                votes[partitioner] += route.asked is None and topic.partition_of(route, seq) == number
+                votes[partitioner] += route.partition is None and topic.partition_of(route, seq) == number
     return max(PARTITIONERS.values(), key=lambda partitioner: votes[partitioner])
 
 

@@ -190,9 +190,9 @@ class Groups:
                 beginning = Beginning(topic, before)
                 self._beginning.append(beginning)
                 self.in_background(self._begin(beginning, rows))
-        self._tell_topics(change.again)
+        self._announce_topics(change.again)
 
-    def _tell_topics(self, again: Iterable[str] = ()) -> None:
+    def _announce_topics(self, again: Iterable[str] = ()) -> None:
         """Tell the coordinator of all topics, except of partitions in which groups have yet to begin."""
         counts = dict(self.partitions_of)
         for topic, before in self._beginning:
@@ -227,7 +227,7 @@ class Groups:
                     await asyncio.sleep(_LOOK_S)
         finally:
             self._beginning.remove(beginning)
-        self._tell_topics()
+        self._announce_topics()
 
     async def _has_begun(self, group: str, rows: dict[Partition, OffsetCommit], is_first: bool) -> bool:
         """Try to commit. Return False if that must be retried. The log has a line for the first failure only."""
@@ -324,7 +324,7 @@ class Groups:
         if self._listeners.get((group, id)) is first:
             self._listeners[group, id] = listener
             if is_back and not has_heard:
-                _tell_again(self.coordinator, group, id, listener)
+                _notify(self.coordinator, group, id, listener)
         return id
 
     def listen(self, group: str, member: str, listener: Listener) -> None:
@@ -602,8 +602,8 @@ class Groups:
             self.coordinator.delete(group)
 
 
-def _tell_again(coordinator: Coordinator, group: str, member: str, listener: Listener) -> None:
-    """Tell a returning member its assignment and revocations. If it has neither yet, the next generation tells it."""
+def _notify(coordinator: Coordinator, group: str, member: str, listener: Listener) -> None:
+    """Send a returning member its assignment and revocations. If it has neither yet, the next generation does."""
     found = coordinator.assignment(group, member)
     if found.revoking:
         listener(Revoke(group, member, found.generation, found.revoking))

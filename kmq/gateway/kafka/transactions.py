@@ -100,7 +100,7 @@ _MOST_PENDING = 100_000  # offsets of all transactions
 _COPIES = 8  # at a time
 _NOT_TAKEN = ("disk_full", "quota", "not_enough_replicas", "busy", "drop_oldest")  # while these last, groups are served
 _IDLE_S = 7 * 86400.0  # after which an id is forgotten
-_TURN_S, _TIDY_S, _TELL_S = 0.5, 10.0, 60.0
+_TURN_S, _TIDY_S, _REPORT_S = 0.5, 10.0, 60.0
 _RETRY_S = 0.5  # between two tries to write a decided transaction
 _LOOK_S = 0.05  # between two looks whether the offsets are loaded
 _FENCED_FROM = 2  # version of AddPartitions, AddOffsets and EndTxn that knows PRODUCER_FENCED
@@ -116,7 +116,7 @@ class Transactions(ApiHandler):
         self._by_pid: dict[int, Transaction] = {}
         self._with_offsets: set[Transaction] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._tidy_at = self._tell_at = 0.0
+        self._tidy_at = self._report_at = 0.0
         self._evicted = 0  # number of ids since the last log line
         self._resumed: list[Transaction] = []  # decided by former lives, and not finished yet
         self.recovered, self.may_serve_groups = asyncio.Event(), asyncio.Event()
@@ -166,7 +166,7 @@ class Transactions(ApiHandler):
                         self._log.warn("kafka_transactions_kept", reason=err, effect=effect)
                 with suppress(KmqError, OSError, TransactionRefused):
                     await self._writer.renew_states(self._transactions)
-            self._tell_evicted()
+            self._report_evicted()
 
     async def _recover(self) -> None:
         while not self._groups.store.is_loaded:
@@ -265,14 +265,14 @@ class Transactions(ApiHandler):
                 del self._transactions[txn.id]
                 self._by_pid.pop(txn.pid, None)
 
-    def _tell_evicted(self) -> None:
+    def _report_evicted(self) -> None:
         """Log, at most once a minute, how many ids were evicted."""
-        if self._evicted and time.monotonic() >= self._tell_at:
+        if self._evicted and time.monotonic() >= self._report_at:
             effect = (
                 "those that were idle the longest; if their producers come again, one transaction has to be aborted"
             )
             self._log.warn("kafka_transactional_ids_evicted", count=self._evicted, most=_MOST_IDS, effect=effect)
-            self._evicted, self._tell_at = 0, time.monotonic() + _TELL_S
+            self._evicted, self._report_at = 0, time.monotonic() + _REPORT_S
 
     # --- what is asked -----------------------------------------------------------------------------------------------
 

@@ -346,18 +346,18 @@ class ArchiveRows:
 class _Batches:
     """Handles each batch, and counts the bad records so far."""
 
-    def __init__(self, asked: ArchiveOptions, table: Table, rows: ArchiveRows, letters: LetterWriter | None) -> None:
-        self._asked, self._table, self._rows, self._letters = asked, table, rows, letters
+    def __init__(self, options: ArchiveOptions, table: Table, rows: ArchiveRows, letters: LetterWriter | None) -> None:
+        self._options, self._table, self._rows, self._letters = options, table, rows, letters
         self._schema = rows.before  # then of the user's function
-        self._is_direct = rows.function is None and DIRECT.issuperset(asked["partition_by"])
+        self._is_direct = rows.function is None and DIRECT.issuperset(options["partition_by"])
         self.bad = 0
 
     def check(self, spark: SparkSession) -> None:
         """Raise ConfigError if rows cannot be stored, before the stream starts."""
-        asked, rows = self._asked, self._rows
+        options, rows = self._options, self._rows
         self._schema = rows.columns(spark)
         given = rows.before.names if rows.function else None
-        _check_partitions(asked["partition_by"], self._schema, given, asked["enrich_with"])
+        _check_partitions(options["partition_by"], self._schema, given, options["enrich_with"])
         self._table.expect(self._schema)
 
     def source(self, spark: SparkSession, where: Mapping[str, str]) -> DataFrame:
@@ -368,13 +368,13 @@ class _Batches:
             names=rows.names,
             read=rows.read,
             stored=rows.before,
-            partition_by=self._asked["partition_by"] if self._is_direct else None,
+            partition_by=self._options["partition_by"] if self._is_direct else None,
             keeps_partitions=self._table.keeps_partitions,
             host=rows.host,
             pod=rows.pod,
         )
         spark.dataSource.register(source_of(job, spark.sparkContext.defaultParallelism))
-        options = starting(where, self._asked["batch_bytes"])
+        options = starting(where, self._options["batch_bytes"])
         tasks = spark.readStream.format(FORMAT).options(**options).load()
         return tasks.observe(RECORDS, F.sum(F.expr("rows + unsure")).alias("rows"), F.sum("bytes").alias("bytes"))
 
