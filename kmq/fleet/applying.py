@@ -6,7 +6,7 @@ Example: the state `topics/orders partitions=4` declares topic orders. The comma
 reports `ok` or its first findings.
 
 Owner       KMQ_DATA/cluster/states (kmq/config/states.py). The router still owns topics: this module only declares them
-            and submits requests. If the file is removed or changed, `keep` writes it again from memory.
+            and submits requests. If the file is removed or changed, `restore_file` writes it again from memory.
             KMQ_DATA/cluster/commands: each accepted command, and its result. A thread of its own runs the commands, so
             that no state waits for a check of terabytes. `verify` runs as `kmq verify` does, and `compact` runs the
             broker's compactor (kmq/gateway/core/compactor.py).

@@ -19,7 +19,7 @@ Invariant   An admitted topic counts until the router has made it. So messages n
 Crash       A start finds the records that the router is not past in the WAL and in the ring (recovery.py).
 Dropped     If the router is past a record and its request is still there, drop_oldest dropped the record. The request
             is numbered again.
-Mechanism   `known` begins with the directories under topics/ and the labels of records that are numbered but not
+Mechanism   `names` begins with the directories under topics/ and the labels of records that are numbered but not
             routed. An unknown name is looked up on disk: one stat for its label. A declared name with a dot needs a
             listing, which takes at most a tenth of the time. Deleted topics are also noticed by a listing: one stat in
             50 ms tells when it is needed.
