@@ -353,7 +353,10 @@ class Intake:
     # --- whole lines are handed over ---------------------------------------------------------------------------------
 
     def _admit(self, connection: Connection, parts: Sequence[Part], count: int, origin: bytes = b"") -> None:
-        """Send whole lines to the framer, or refuse them if the connection is refused. `count`: messages, if it has a sender."""
+        """Send whole lines to the framer, or refuse them if the connection is refused.
+
+        `count`: messages, if the connection has a sender.
+        """
         if connection.raw is not None:
             self._send_raw_lines(connection.raw, parts)
             return

@@ -151,7 +151,7 @@ class Deliveries:
         self.answers = Answers()
         self._open: dict[tuple[str, Partition], dict[int, OpenDelivery]] = {}
         self._read: dict[tuple[str, str], dict[Partition, int]] = {}  # group and member → the next new message of each
-        # Rows to deliver singly → whether the next delivery counts: not if the last one was counted, but was not single.
+        # Rows to deliver singly → whether the next delivery counts: not if the last was counted, but was not single.
         self._single: dict[tuple[str, Partition], dict[int, bool]] = {}
         self._in_doubt: dict[tuple[str, Partition], list[Doubt]] = {}  # in order, the smallest parts first
         # Group and member → by partition, the next offset that its program was not given. Of clients that report it.
@@ -166,7 +166,7 @@ class Deliveries:
     # --- delivering --------------------------------------------------------------------------------------------------
 
     def open(self, group: str, place: Partition, offset: int, delivery: OpenDelivery) -> None:
-        """Note that a message was delivered again."""
+        """Note that a message is delivered again, and to whom."""
         self._open.setdefault((group, place), {})[offset] = delivery
         if delivery.is_alone:
             self._alone[group, delivery.member] = place, offset

@@ -288,7 +288,7 @@ Handler = Callable[[Call], Awaitable[Fields | bytes | None]]
 
 
 class ApiHandler(Protocol):
-    """Serves related API keys, with one handler for each. Most keep no state of a connection, and have nothing to end."""
+    """Serves related API keys, with one handler each. Most keep no state of a connection, and have nothing to end."""
 
     handlers: dict[Key, Handler]
 

@@ -6,7 +6,7 @@ ConsumerGroupHeartbeat is the only request. Its answer has the member's assignme
 
 Epoch       of a member: the newest generation of its group at its last answer. So a member that shows an epoch knows
             everything that it was asked for up to that generation.
-Asked       Partitions that a member must give up are missing in its next answer. They are given up when the member says
+Revoking    Partitions that a member must give up are missing in its next answer. They are given up when the member says
             that it reads none of them any more. What it says before that answer gives nothing up.
 Assignors   The client's choice is a vote: `uniform` (sticky) or `range`. A member offers every assignor of the broker,
             so it shares a group with members of all doors that leave the assigning to the broker.
