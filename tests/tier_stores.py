@@ -1,8 +1,10 @@
-"""Stores for the tests of the tier: a directory, S3 servers as processes, and a store that lies.
+"""Stores for the tests of the tier: a directory, S3 servers as processes, and stores that lie.
 
 with tier_stores.s3("moto", path) as url: open_store(url)
+with tier_stores.s3_behind_proxy("moto", path) as (url, proxy): ...
 """
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from s3_proxy import LyingProxy
 from waiting import until
 
-from kmq.tier.store import DirectoryStore, MissingError, StoreError
+from kmq.tier.store import DirectoryStore, MissingError, ObjectStore, StoreError
 
 SERVERS = ("moto", "localbucket")
 
@@ -48,6 +51,38 @@ def s3(server: str, path: Path) -> Iterator[str]:
         patch.undo()
         process.kill()
         process.wait()
+
+
+@contextmanager
+def s3_behind_proxy(server: str, path: Path) -> Iterator[tuple[str, LyingProxy]]:
+    """The same behind a proxy, which lies as it is told. A call without an answer ends after seconds."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("kmq.tier.store._DEADLINE_S", 3.0)
+    try:
+        with s3(server, path) as url, LyingProxy.before(os.environ["AWS_ENDPOINT_URL"].rpartition("/")[2]) as proxy:
+            yield url, proxy
+    finally:
+        patch.undo()
+
+
+class ProxiedStore(ObjectStore):
+    """A bucket behind a proxy, for a world that decides when the proxy lies."""
+
+    def __init__(self, url: str, proxy: LyingProxy) -> None:
+        super().__init__(url)
+        self._proxy = proxy
+        proxy.is_calm = True
+
+    @property
+    def is_calm(self) -> bool:
+        return self._proxy.is_calm
+
+    @is_calm.setter
+    def is_calm(self, is_calm: bool) -> None:
+        self._proxy.is_calm = is_calm
+
+    def deliver(self) -> None:
+        self._proxy.deliver()
 
 
 def _listens(port: int) -> bool:

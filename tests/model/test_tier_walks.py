@@ -4,6 +4,8 @@ import os
 import random
 
 import pytest
+from s3_proxy import FATES
+from tier_stores import SERVERS, ProxiedStore, s3_behind_proxy
 from tier_world import Violated, World
 
 from kmq.tier import turn as turn_module
@@ -12,8 +14,8 @@ from kmq.tier.turn import Copier
 STEPS, WALKS, MUTANT_WALKS = 40, 4, 40
 
 
-def walk(path, seed):
-    world = World(path, random.Random(seed))
+def walk(path, seed, store=None):
+    world = World(path, random.Random(seed), store)
     for _ in range(STEPS):
         world.step()
     return world
@@ -24,6 +26,19 @@ def test_no_promise_is_broken_on_a_random_walk(tmp_path, number):
     seed = int(os.environ.get("MODEL_SEED", random.SystemRandom().randrange(1 << 32)))
     print(f"MODEL_SEED={seed}")
     walk(tmp_path, seed)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_no_promise_is_broken_where_a_proxy_lies_before_a_bucket(tmp_path, server):
+    seed = int(os.environ.get("MODEL_SEED", random.SystemRandom().randrange(1 << 32)))
+    print(f"MODEL_SEED={seed}")
+    rnd = random.Random(seed)
+    with s3_behind_proxy(server, tmp_path / "s3") as (url, proxy):
+        proxy.fate = lambda method, path: rnd.choices(
+            ("", *FATES), (150, *(1 if each[0] == "s" else 4 for each in FATES))
+        )[0]
+        walk(tmp_path, seed, ProxiedStore(url, proxy))
+        assert {fate for _, _, fate in proxy.seen} > {""}
 
 
 def without_reading_back(monkeypatch):

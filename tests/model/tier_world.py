@@ -60,9 +60,10 @@ WEIGHTS = (60, 6, 8, 10, 6, 5, 5)
 
 
 class World:
-    def __init__(self, path: Path, rnd: random.Random) -> None:
+    def __init__(self, path: Path, rnd: random.Random, store: Any = None) -> None:
+        """`store`: as WorldStore, a Store with `is_calm` and `deliver`."""
         self.path, self.rnd = path, rnd
-        self.store = WorldStore(str(path / "store"), rnd)
+        self.store = store or WorldStore(str(path / "store"), rnd)
         self.made = 0
         self.directories: list[str] = []
         self.processes: list[Copier] = []
