@@ -57,7 +57,7 @@ def open_page(
     page = None
     while True:
         known = known_id(settings, supervisor)
-        if settings.tier and not known and not os.path.exists(f"{settings.data}/id"):
+        if settings.tier and not settings.shard and not known and not os.path.exists(f"{settings.data}/id"):
             raise ConfigError(
                 f"KMQ_DATA={settings.data!r}: is empty, and KMQ_TIER may have a copy of it; make it with: kmq restore"
                 " --if-empty"

@@ -79,7 +79,7 @@ def up(
     with_gateway = with_gateway and gateway.is_installed()
     if settings.in_cluster:
         _check_cluster(settings)
-    if settings.tier and not os.path.exists(f"{settings.data}/id"):
+    if settings.tier and not settings.shard and not os.path.exists(f"{settings.data}/id"):
         from kmq.cli.restore import restore_if_empty
 
         restore_if_empty(settings, settings.tier)

@@ -18,6 +18,10 @@ from kmq.tier.store import Store, StoreError, open_store
 
 _LIVING_S = 3600.0  # a broker whose last commit is younger may still live
 _WAIT_S = 5.0
+_OF_SHARD = (
+    "; now empty the directories of the other brokers, set a new KMQ_SHARD on all, start them, and begin the shard with"
+    " kmq cluster init --from <this broker>"
+)
 
 
 def restore(
@@ -74,7 +78,7 @@ def restore_if_empty(settings: Settings, url: str, yes: bool = False) -> None:
     Raises CorruptError with the command to type if the store has a copy; with `yes` it is restored. While the store does
     not answer, wait: a broker that begins at offset 0 beside its own history would give offsets out twice.
     """
-    if os.path.exists(f"{settings.data}/id"):
+    if settings.shard or os.path.exists(f"{settings.data}/id"):  # an empty replica joins its shard, as ever
         return
     store, said = open_store(url), False
     while True:
@@ -108,6 +112,7 @@ def _restore(store: Store, found: CopySource, settings: Settings, is_drill: bool
     print(
         f"{settings.data}: restored up to seq {made.last_seq}, of {_time(found)}; its id and lineage are {made.id}"
         + ("; a drill: start it with another KMQ_INSTANCE, and without KMQ_TIER" if is_drill else "")
+        + (_OF_SHARD if settings.shard and not is_drill else "")
     )
 
 

@@ -13,9 +13,9 @@ from kmq.config.settings import Settings, load
 from kmq.errors import EXIT_FAILED, ConfigError
 from kmq.log import identity
 from kmq.tier import objects
-from kmq.tier.commits import CommitLine, CommitLog, DamagedError, TierState, line
+from kmq.tier.commits import CommitLine, CommitLog, DamagedError, TierState
 from kmq.tier.store import MissingError, Store, open_store
-from kmq.tier.turn import DIRECTORY, Nonces, compare, full_key
+from kmq.tier.turn import DIRECTORY, Leadership, Nonces, claim_line, compare, full_key
 
 tier_app = typer.Typer(
     no_args_is_help=True,
@@ -151,8 +151,11 @@ def claim(
     if not yes:
         print(f"{other} has the claim{when}; if it is gone for good: kmq tier claim --yes")
         raise typer.Exit(EXIT_FAILED)
+    data, shard = settings.data, settings.shard
+    leadership = Leadership(settings.instance, data, shard) if shard else None
+    epoch = leadership.check() if leadership is not None else 0
     nonce = nonces.next("", is_taken_over=True)
-    commits.claim(line("claim", pod=identity.read(settings.data, "id")), nonce)
+    commits.claim(claim_line(identity.read(data, "id"), leadership, epoch), nonce)
     print(f"claimed by commit {commits.state.number}, after {other}{when}; kmq.tier goes on within a minute")
 
 

@@ -508,8 +508,6 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
         )
     if settings.shard:
         _check_shard(settings)
-    if settings.tier and settings.shard:
-        raise ConfigError(f"KMQ_TIER={settings.tier}: a shard has no such copy yet; its replicas are the copies")
     if settings.intakes:
         _check_intakes(settings)
     return settings

@@ -5,6 +5,7 @@ Each KMQ_TIER_EVERY one turn (kmq/tier/turn.py). `kmq up` starts this process wh
 Links       in: the files of KMQ_DATA, and durability's row of the stats page   out: the store
 Owns        KMQ_DATA/tier (lock tier/.owner), its row of the stats page
 Promise     No stage waits for it. A store that is slow, full, away or wrong delays the copy, and nothing else.
+Shard       Each broker of a shard has this process. That of the leader copies; the others wait until theirs leads.
 Ends        by signals only, within a moment: an upload is abandoned. Fenced, refused or without rights it stays, does
             nothing, says why, and looks again each minute: an exit code would end it for good, and in a pod a container
             that ends takes its pod out of the Service. Without progress for five minutes it ends and is started again.
@@ -29,11 +30,12 @@ from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 from kmq.tier.commits import DamagedError, FencedError, StaleError
 from kmq.tier.objects import ObjectError
-from kmq.tier.store import RefusedError, StoreError, open_store
-from kmq.tier.turn import DIRECTORY, AheadError, Copier, TurnOptions
+from kmq.tier.store import RefusedError, Store, StoreError, open_store
+from kmq.tier.turn import DIRECTORY, AheadError, Copier, FollowsError, Leadership, TurnOptions
 
 _NICE = 10  # idle priority would starve on a full machine, and with it the promise of a minute
 _LOOK_S = 60.0  # between two looks while it may not write, and the longest pause while the store is away
+_ROLE_S = 0.5  # between two looks at the role page
 _PAUSE_S = 1.0  # after the first failed request; it doubles
 _BEAT_S = 0.25
 _HANGS_S = 300.0
@@ -45,7 +47,10 @@ class CopyProcess:
 
     def __init__(self, settings: Settings, page: StatsPage, log: Logger) -> None:
         self._settings, self._page, self._row, self._log = settings, page, page.rows[TIER], log
+        self._store: Store | None = None
         self._copier: Copier | None = None
+        data, shard = settings.data, settings.shard
+        self._leadership = Leadership(settings.instance, data, shard) if shard else None
         self._stopping = threading.Event()
         self._progress_at = time.monotonic()
         self._is_at_work = False
@@ -85,13 +90,16 @@ class CopyProcess:
                 self._say("")
             except StaleError:
                 wait = 0.0
+            except FollowsError as err:
+                wait = self._follow(err)
             except StoreError as err:
                 wait, pause = pause, min(2 * pause, _LOOK_S)
                 self._store_is_away(str(err))
             except (RefusedError, ConfigError) as err:
                 wait = self._stand("refused", err)
             except FencedError as err:
-                wait = self._stand("fenced", err)
+                is_deposed = self._leadership is not None and self._leadership.epoch() is None
+                wait = self._follow(err) if is_deposed else self._stand("fenced", err)
             except AheadError as err:
                 wait = self._stand("ahead", err)
             except (DamagedError, ObjectError, DamageError) as err:
@@ -100,14 +108,30 @@ class CopyProcess:
                 wait, pause = pause, min(2 * pause, _LOOK_S)
                 self._log.warn("tier_turn_failed", reason=err, effect="tried again")
             self._is_at_work = False
-            self._stopping.wait(wait)
+            self._rest(wait)
 
     def _turn(self) -> None:
-        settings = self._settings
+        settings, leadership = self._settings, self._leadership
+        if self._store is None:
+            self._store = open_store(settings.tier)
         if self._copier is None:
-            options = TurnOptions(settings.tier_object, settings.tier_rate, self._durable, self._progressed)
-            self._copier = Copier(settings.data, open_store(settings.tier), self._log, options)
+            if leadership is not None:
+                leadership.check()  # before it leads a directory may take another lineage
+            durable = self._durable if leadership is None else leadership.committed
+            options = TurnOptions(settings.tier_object, settings.tier_rate, durable, self._progressed, leadership)
+            self._copier = Copier(settings.data, self._store, self._log, options)
         self._copier.turn()
+
+    def _rest(self, seconds: float) -> None:
+        """Wait so long; in a shard not longer than until the role of this broker changes."""
+        leadership = self._leadership
+        if leadership is None:
+            self._stopping.wait(seconds)
+            return
+        until, led = time.monotonic() + seconds, leadership.epoch()
+        while (left := until - time.monotonic()) > 0 and not self._stopping.wait(min(left, _ROLE_S)):
+            if leadership.epoch() != led:
+                return
 
     def _durable(self) -> int:
         """Return the last seq on disk. Where KMQ_FSYNC does not sync each commit, this process syncs."""
@@ -139,6 +163,14 @@ class CopyProcess:
             self._log.error("tier_stands", problem=problem, reason=err, effect=effect)
         return _LOOK_S
 
+    def _follow(self, err: KmqError) -> float:
+        """Wait until this broker leads. Nothing is wrong: the leader makes the copy."""
+        is_news = self._say(f"follows: {err}")
+        self._row.standing = self._row.oldest = 0
+        if is_news:
+            self._log.info("tier_follows", reason=err)
+        return _LOOK_S
+
     def _store_is_away(self, words: str) -> None:
         self._say(f"away: {words}", is_away=True)
         if not self._row.failing_since:
@@ -162,6 +194,8 @@ class CopyProcess:
     def _note_oldest(self) -> None:
         """Note when the oldest record was received that is on disk and not in the store."""
         copied, durable = self._row.seq, self._page.rows["durability"].seq
+        if self._leadership is not None:
+            durable = self._leadership.committed() if self._leadership.epoch() is not None else 0
         if durable <= copied:
             self._row.oldest, self._seen = 0, -1
         elif self._seen != copied:

@@ -6,6 +6,7 @@
     end crc32=1234567
 
     claim pod=<id>                                     alone in its commit: its writer writes from now on
+    claim shard=s epoch=8                              the same of the leader of a shard, in its epoch
     claim pod=<id> origin=<lineage>                    the first one of a lineage that a restore has made of another one
     claim successor=<lineage>                          a restore takes over; no broker of this lineage writes any more
     begins successor=<lineage>                         that restore is whole

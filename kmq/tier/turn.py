@@ -15,6 +15,9 @@ Invariant   Nothing in the store is ahead of the rows of the WAL: a turn first r
 Crash       after an object     no commit names it: it is never read;
             after a commit      the next start reads all commits;
             after a drop        the object is deleted in a later turn: deletions repeat.
+Shard       The leader alone copies, up to the high watermark: what is above it may yet be cut. Its claim bears its epoch.
+            A leader that was deposed and does not know it is fenced by the claim of the next one; what it had copied is
+            right, because all replicas have the same committed records.
 Same        Before a claim the last line of the last row is compared with the local one. A directory that was put back
             and went on differs there: AheadError, and nothing is written.
 Memory      One object as it is stored.
@@ -29,15 +32,16 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kmq.config.values import MIB
-from kmq.errors import CorruptError
+from kmq.errors import CorruptError, KmqError
 from kmq.files import replace_file
+from kmq.links.role import RolePage
 from kmq.log import checkpoint, identity, passes, reader, topics, wal
 from kmq.log.damage import DamageError
 from kmq.log.segment import last_line, within
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.tier import objects
-from kmq.tier.commits import CommitLine, CommitLog, DamagedError, FencedError, line
+from kmq.tier.commits import CommitLine, CommitLog, DamagedError, FencedError, TierState, line
 from kmq.tier.objects import MEMBER_BYTES, Packed
 from kmq.tier.store import Store, StoreError, holds, probe
 
@@ -53,13 +57,52 @@ class AheadError(CorruptError):
     """The store has records that this directory does not have, or has other ones in their place."""
 
 
+class FollowsError(KmqError):
+    """Another broker of the shard leads: it makes the copy."""
+
+
+class Leadership:
+    """What the role page says of this broker of a shard."""
+
+    def __init__(self, instance: str, data: str, shard: str) -> None:
+        self._instance, self._data, self.shard = instance, data, shard
+        self._page: RolePage | None = None
+
+    def _find(self) -> RolePage | None:
+        self._page = RolePage.find(self._instance, identity.read(self._data, "id"), self._page)
+        return self._page
+
+    def epoch(self) -> int | None:
+        """Return the epoch that this broker leads with open doors; None if it does not."""
+        page = self._find()
+        return page.read().epoch if page is not None and page.leads else None
+
+    def committed(self) -> int:
+        """Return the last seq that every replica has which can be elected. Whatever the role is, it is never too high."""
+        page = self._find()
+        return page.hw if page is not None else 0
+
+    def check(self) -> int:
+        """Return the epoch that this broker leads. Raises FollowsError, which names the leader if it is known."""
+        epoch = self.epoch()
+        if epoch is None:
+            leader = (self._page.leader or {}).get("broker") if self._page is not None else None
+            who = f"broker {leader}" if leader else "another broker"
+            raise FollowsError(f"{who} leads the shard {self.shard}, or nobody does; the leader makes the copy")
+        return epoch
+
+
 class TurnOptions(NamedTuple):
-    """`durable` returns the last seq on disk. `progress` is called after each request and each block."""
+    """`durable` returns the last seq to copy. `progress` is called after each request and each block.
+
+    `leadership`: in a shard.
+    """
 
     object_bytes: int
     rate: int
     durable: Callable[[], int]
     progress: Callable[[int], object] = lambda nbytes: None
+    leadership: Leadership | None = None
 
 
 def full_key(lineage: str, key: str) -> str:
@@ -124,6 +167,7 @@ class Copier:
         self.lineage, self._id = identity.lineage(data), identity.read(data, "id")
         self.commits = CommitLog(store, self.lineage, f"{self._id}@{socket.gethostname()}")
         self.is_claimed = False
+        self._epoch = 0  # of the claim, in a shard
         self._files_at = -_FILES_S  # monotonic: when all files went up last
         self._dropped_at: dict[str, float] = {}
 
@@ -136,18 +180,18 @@ class Copier:
 
     def claim(self) -> None:
         """Read all commits and claim the lineage. Raises FencedError, AheadError, RefusedError, DamagedError,
-        StoreError; then nothing was written except the probe.
+        FollowsError, StoreError; then nothing was written except the probe.
         """
+        leadership, self.is_claimed = self._options.leadership, False
+        self._epoch = leadership.check() if leadership is not None else 0
         probe(self.store, self.lineage)
         state = self.commits.read()
         self._check_is_whole(state.number)
         nonces = Nonces(self.data)
-        if state.successor or (state.claim is not None and state.claim.nonce not in nonces.found):
-            assert state.claim is not None
-            raise FencedError(state.claim)
+        check_may_claim(state, nonces, leadership, self._epoch)
         compare(self.data, state.wal)
         nonce = nonces.next(state.claim.nonce if state.claim else "")
-        self.commits.claim(line("claim", pod=self._id), nonce)
+        self.commits.claim(claim_line(self._id, leadership, self._epoch), nonce)
         self.is_claimed = True
         self._log.info("tier_claimed", commit=state.number, copied_seq=self.copied)
 
@@ -164,6 +208,8 @@ class Copier:
 
     def turn(self) -> None:
         """Do what is missing. Raises what `claim` raises, and DamageError if a block of the WAL is damaged."""
+        if self._options.leadership is not None and self._options.leadership.check() != self._epoch:
+            self.is_claimed = False  # it was deposed meanwhile, and leads again
         if not self.is_claimed:
             self.claim()
         self.commits.catch_up()
@@ -183,6 +229,8 @@ class Copier:
         replace_file(f"{self.data}/{DIRECTORY}/cursor", cursor.encode())
 
     def _commit(self, *lines: CommitLine) -> None:
+        if self._options.leadership is not None:
+            self._options.leadership.check()  # not needed for what the store says: the next leader need not wait for it
         self.commits.commit(lines, os.urandom(8).hex())
         self._options.progress(0)
 
@@ -352,6 +400,31 @@ def _checkpoint(data: str, found: SmallFiles) -> tuple[checkpoint.Rows, dict[str
     if _content(f"{data}/{FILES[0]}") != found.contents.get(FILES[0]):
         return {}, {}
     return rows, {name: each.from_seq for name, each in since.items()}
+
+
+def check_may_claim(state: TierState, nonces: Nonces, leadership: Leadership | None, epoch: int) -> None:
+    """Raise FencedError unless the last claim lets this broker claim the lineage.
+
+    A pod may whose disk has the nonce of that claim. The leader of a shard may if that claim is a pod's, or one of the
+    same shard in no higher epoch: the directory of a pod may have become a shard.
+    """
+    claim = state.claim
+    if claim is None:
+        return
+    values = claim.values
+    if leadership is None:
+        is_ours = claim.nonce in nonces.found
+    elif "shard" in values:
+        is_ours = values["shard"] == leadership.shard and int(values["epoch"]) <= epoch
+    else:
+        is_ours = "pod" in values
+    if state.successor or not is_ours:
+        raise FencedError(claim)
+
+
+def claim_line(data_id: str, leadership: Leadership | None, epoch: int) -> CommitLine:
+    """Return the claim of a pod, or of the leader of a shard."""
+    return line("claim", shard=leadership.shard, epoch=epoch) if leadership is not None else line("claim", pod=data_id)
 
 
 def compare(data: str, rows: list[CommitLine]) -> None:

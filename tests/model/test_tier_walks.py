@@ -5,11 +5,13 @@ import random
 
 import pytest
 from s3_proxy import FATES
+from tier_shard_world import ShardWorld
 from tier_stores import SERVERS, ProxiedStore, s3_behind_proxy
 from tier_world import Violated, World
 
+from kmq.log import wal
 from kmq.tier import turn as turn_module
-from kmq.tier.turn import Copier
+from kmq.tier.turn import Copier, Leadership
 
 STEPS, WALKS, MUTANT_WALKS = 40, 4, 40
 
@@ -19,6 +21,15 @@ def walk(path, seed, store=None):
     for _ in range(STEPS):
         world.step()
     return world
+
+
+def walk_of_shard(path, seed):
+    world = ShardWorld(path, random.Random(seed))
+    try:
+        for _ in range(3 * STEPS):
+            world.step()
+    finally:
+        world.close()
 
 
 @pytest.mark.parametrize("number", range(WALKS))
@@ -34,9 +45,8 @@ def test_no_promise_is_broken_where_a_proxy_lies_before_a_bucket(tmp_path, serve
     print(f"MODEL_SEED={seed}")
     rnd = random.Random(seed)
     with s3_behind_proxy(server, tmp_path / "s3") as (url, proxy):
-        proxy.fate = lambda method, path: rnd.choices(
-            ("", *FATES), (150, *(1 if each[0] == "s" else 4 for each in FATES))
-        )[0]
+        weights = [1 if fate in ("slow", "silent", "mute") else 4 for fate in FATES]
+        proxy.fate = lambda method, path: rnd.choices(("", *FATES), (150, *weights))[0]
         walk(tmp_path, seed, ProxiedStore(url, proxy))
         assert {fate for _, _, fate in proxy.seen} > {""}
 
@@ -70,6 +80,35 @@ def test_a_guard_that_is_missing_breaks_a_promise(tmp_path, monkeypatch, mutant)
     for seed in range(MUTANT_WALKS):
         try:
             walk(tmp_path / str(seed), seed)
+        except Violated:
+            return
+    raise AssertionError(f"no promise was broken in {MUTANT_WALKS} walks")
+
+
+# --- a shard ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(WALKS))
+def test_no_promise_is_broken_by_the_replicas_of_a_shard(tmp_path, number):
+    seed = int(os.environ.get("MODEL_SEED", random.SystemRandom().randrange(1 << 32)))
+    print(f"MODEL_SEED={seed}")
+    walk_of_shard(tmp_path, seed)
+
+
+def beyond_hw(monkeypatch):
+    monkeypatch.setattr(Leadership, "committed", lambda self: wal.last_stored(self._data)[0])
+
+
+def any_epoch(monkeypatch):
+    monkeypatch.setattr(turn_module, "check_may_claim", lambda *arguments: None)
+
+
+@pytest.mark.parametrize("mutant", [beyond_hw, any_epoch], ids=lambda mutant: mutant.__name__)
+def test_a_guard_of_a_shard_that_is_missing_breaks_a_promise(tmp_path, monkeypatch, mutant):
+    mutant(monkeypatch)
+    for seed in range(MUTANT_WALKS):
+        try:
+            walk_of_shard(tmp_path / str(seed), seed)
         except Violated:
             return
     raise AssertionError(f"no promise was broken in {MUTANT_WALKS} walks")
