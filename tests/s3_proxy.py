@@ -29,6 +29,7 @@ import pytest
 ENDS = ("lost", "late")  # without an answer, at once
 REFUSALS = {"done": (500, "InternalError"), "denied": (403, "AccessDenied"), "throttled": (503, "SlowDown")}
 FATES = ("slow", "twice", *ENDS, *REFUSALS, "silent", "mute", "cut", "flipped")
+CREDENTIALS = "<AWSAccessKeyId>AKIASECRET</AWSAccessKeyId><Token-0>a token</Token-0>"  # S3 repeats them in a refusal
 _SLOW_S = 0.05
 
 
@@ -108,7 +109,7 @@ class LyingProxy:
             handler.close_connection = True
         elif fate in REFUSALS:
             status, code = REFUSALS[fate]
-            text = f"<Error><Code>{code}</Code><Message>the proxy says so</Message></Error>".encode()
+            text = f"<Error><Code>{code}</Code><Message>the proxy says so</Message>{CREDENTIALS}</Error>".encode()
             self._send(handler, status, [("Content-Type", "application/xml")], text, len(text))
         else:
             length = len(body)

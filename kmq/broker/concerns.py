@@ -470,7 +470,7 @@ def _tier(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     if row.silence() or row.state_name == "stopped":
         why = f"the process tier {row.silence() or 'has ended'}: nothing is copied to KMQ_TIER"
         yield _warning("tier_behind", TIER, why, f"its last event=failed says why ({log})", TIER)
-    elif behind_s > TIER_BEHIND_S + settings.tier_every:
+    elif behind_s > TIER_BEHIND_S + (settings.tier_every or 0.0):
         why = f"KMQ_TIER has no record of the last {_duration(behind_s)}: the loss of this disk would lose them"
         if row.failing_since:
             why += f"; the store has not answered for {_duration(_age_s(row.failing_since))}"

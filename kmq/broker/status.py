@@ -17,7 +17,7 @@ from kmq.broker.concerns import Finding
 from kmq.broker.health import LIFELESS, Verdict, judge, state_of
 from kmq.broker.histogram import HistogramSnapshot, difference, quantile
 from kmq.broker.ports import closed_doors
-from kmq.broker.stats import AGENT, REPLICA, TIER, TIMED, Row, StatsPage, peek
+from kmq.broker.stats import AGENT, REPLICA, TIER, TIER_PROBLEMS, TIMED, Row, StatsPage, peek
 from kmq.broker.supervisor import Supervision, taken
 from kmq.config.intakes import IntakePort
 from kmq.config.settings import STAGES, Settings
@@ -182,6 +182,7 @@ class BrokerStatus:
         self.agent: StageStatus | None = None
         self.replica: StageStatus | None = None
         self.tier: StageStatus | None = None
+        self.copy: dict[str, object] | None = None  # how far KMQ_TIER has the WAL
         self.role = ""  # of the replica, with its details
         self.followers: list[dict[str, object]] = []  # of the shard that this broker leads
         self.backlog: dict[str, int] = {}
@@ -219,6 +220,7 @@ def collect(settings: Settings) -> BrokerStatus:
     status.gateway, status.agent, status.replica, status.tier = (
         StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT, REPLICA, TIER)
     )
+    status.copy = _copy(page)
     status.role = _role(page.rows[REPLICA])
     status.followers = _followers(page)
     status.links = look(settings)
@@ -240,6 +242,16 @@ def _verdict(page: StatsPage | None, settings: Settings) -> Verdict:
         return verdict
     processes = tuple(dict.fromkeys(name for reason in verdict.reasons for name in reason.processes))
     return Verdict([Finding("down", "broker", *found, processes)], [], [])
+
+
+def _copy(page: StatsPage) -> dict[str, object] | None:
+    """Return what the process `tier` says of the copy; None without it. A follower of a shard is never behind."""
+    row = page.rows[TIER]
+    if not row.pid:
+        return None
+    behind = max(0, page.rows["durability"].seq - row.seq) if row.oldest else 0
+    age_s = round(max(0.0, time.time() - row.oldest), 3) if row.oldest else 0.0
+    return {"seq": row.seq, "behind": behind, "age_s": age_s, "problem": TIER_PROBLEMS[row.standing]}
 
 
 def _role(row: Row) -> str:
@@ -335,6 +347,10 @@ def logfmt(status: BrokerStatus) -> str:
     ]
     if status.kafka is not None:
         lines.append(pairs(kafka=status.kafka["port"], **{k: v for k, v in status.kafka.items() if k != "port"}))
+    if status.copy is not None:
+        lines.append(
+            pairs(copy="tier", **{name: value or 0 for name, value in status.copy.items() if name != "problem"})
+        )
     lines += [pairs(links="backlog", **status.backlog), pairs(broker="ready" if verdict.ready else "not_ready")]
     lines.append(pairs(supervisor=status.supervisor))
     lines += [pairs(reason=r.code, about=r.about, why=r.why, advice=r.advice) for r in verdict.reasons]
@@ -367,6 +383,7 @@ def as_json(status: BrokerStatus) -> dict[str, object]:
         "intakes": status.intakes,
         "kafka": status.kafka,
         "followers": status.followers,
+        "copy": status.copy,
         "latency": status.latency,
         "clock": status.clock or "trusted",
         "supervisor": status.supervisor,

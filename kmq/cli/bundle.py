@@ -50,6 +50,7 @@ _OOM = ("out of memory", "oom-kill", "oom_kill", "killed process", "oom_reaper")
 _SNIPPET = re.compile(
     r"^(?!\{)(.*?(?:not an index line|not a range of seqs|damaged at byte \d+|a record of|holds):? b?\\?)['\"].*$", re.M
 )
+_CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")  # of the store of KMQ_TIER
 _WORDS = frozenset(("true", "false", "null", "none", "never", "always"))
 
 
@@ -108,7 +109,7 @@ def _create(path: Path) -> int:
 def collect(verify_s: float) -> "Bundle":
     """Return the bundle. `verify_s`: how long verify may take; 0: it is left out."""
     shown = config.collect()
-    made = Bundle(shown.secrets)
+    made = Bundle([*shown.secrets, *filter(None, map(os.environ.get, _CREDENTIALS))])
     made.add("config.json", json.dumps(shown.as_json(), indent=1) + "\n", "kmq config show --json")
     made.attempt("versions.json", versions, "versions of KMQ, Python, system and packages")
     with counting("asking the broker"):
@@ -145,6 +146,8 @@ def _of_directories(made: "Bundle", settings: Settings) -> None:
         kmq(made, "groups.json", "kmq groups list --json", "groups", "list", "--json")
     else:
         made.leave("groups.json", "not asked for, because the gateway has given no metrics")
+    if settings.tier:
+        kmq(made, "tier.json", "kmq tier status --json", "tier", "status", "--json")
     declarations(made, settings.data)
     listing(made, "data.txt", settings.data)
     listing(made, "pipes.txt", settings.pipes)

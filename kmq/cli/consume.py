@@ -6,6 +6,7 @@ Commits     With --group the offsets are committed when the messages were writte
 
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -13,16 +14,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, NamedTuple
+from urllib.parse import quote
 
 import typer
 
-from kmq.cli.elsewhere import elsewhere, unknown_topic
+from kmq.cli.elsewhere import ask, elsewhere, unknown_topic
 from kmq.cli.output import examples, grouped
 from kmq.client.consumer_options import logger, to_topic
 from kmq.client.lines import STALL_S, say
 from kmq.config import terminal
 from kmq.config.settings import load
-from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
+from kmq.log import gaps, topics
+from kmq.log.partition import directory_of
 from kmq.sending.failures import Refused
 from kmq.wire.refusals import RETRYABLE
 
@@ -89,7 +93,7 @@ def tail(
     printer = _Printer(_json if as_json else _row)
     with _open(topic, printer, start="latest") as consumer:
         if places:
-            _rewind(consumer, count)
+            _rewind(consumer, topic, count)
         printer.print(consumer, ReadingOptions(follow=True))
 
 
@@ -170,12 +174,26 @@ def _awaited_partitions(topic: str) -> "list[TopicPartition]":
             return places
 
 
-def _rewind(consumer: "Consumer", count: int) -> None:
+def _rewind(consumer: "Consumer", topic: str, count: int) -> None:
     """Seek back by `count` records in every partition."""
     places = consumer.connect(_GIVE_UP_S)
     ends, starts = consumer.end_offsets(places), consumer.beginning_offsets(places)
+    found = _gaps(topic)
     for place in places:
-        consumer.seek(place, max(starts[place], ends[place] - count))
+        consumer.seek(place, max(starts[place], gaps.back(found.get(place.partition, ()), ends[place], count)))
+
+
+def _gaps(topic: str) -> dict[int, gaps.Gaps]:
+    """Return the gaps of the topic's partitions by number; {} if the broker does not show them to this client."""
+    data = load().data
+    if elsewhere() is None:
+        numbers = range(topics.read(data, topic).partitions) if os.path.isdir(f"{data}/topics/{topic}") else ()
+        return {number: gaps.read(directory_of(data, topic, number)) for number in numbers}
+    try:
+        rows = ask("GET", f"/api/admin/topics/{quote(topic)}")["partitions"]
+    except KmqError:
+        return {}
+    return {row["partition"]: tuple(gaps.Gap(*each) for each in row.get("gaps", ())) for row in rows}
 
 
 # --- how a message looks ---------------------------------------------------------------------------------------------

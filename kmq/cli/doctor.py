@@ -2,6 +2,7 @@
 
 import errno
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, NamedTuple
@@ -19,6 +20,7 @@ from kmq.cli.output import counting, examples
 from kmq.config import terminal
 from kmq.config.settings import STAGES, Settings, load
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError, CorruptError, KmqError, pip_install
+from kmq.log import identity
 
 _COLOURS = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "red"}
 
@@ -68,6 +70,7 @@ def diagnose(settings: Settings) -> Diagnosis:
         ("ports", lambda: machine.ports(settings, page, gateway.is_installed())),
         ("the advertised address", lambda: machine.advertised(settings, is_up)),
         ("Java", lambda: [_java()]),
+        *([("KMQ_TIER", lambda: [_tier(settings)])] if settings.tier else []),
     ]
     for title, step in steps:
         with counting(f"looking at {title}"):
@@ -164,17 +167,61 @@ def _java() -> Check:
         return Check("java", NOTE, f"only pipelines and kmq sql on Spark need it: {error}")
 
 
+# --- the copy off the machine ----------------------------------------------------------------------------------------
+
+_STORE_S = 20.0  # longest wait for the store; its own deadlines are for large objects
+_SKEW_S = 60.0
+
+
+def _tier(settings: Settings) -> Check:
+    """Try the store by a key, which is deleted again: does it keep create-if-absent, and what time has it?"""
+    found: list[Check] = []
+    thread = threading.Thread(target=lambda: found.append(_try_store(settings)), daemon=True)
+    thread.start()
+    thread.join(_STORE_S)
+    if found:
+        return found[0]
+    text = f"KMQ_TIER={settings.tier}: has not answered within {_STORE_S:g} s"
+    return Check("tier", WARNING, text, "look at the network to the store; nothing but the copy waits for it")
+
+
+def _try_store(settings: Settings) -> Check:
+    from kmq.tier.store import RefusedError, StoreError, clock_offset, open_store, probe
+
+    where = f"KMQ_TIER={settings.tier}"
+    try:
+        store = open_store(settings.tier)
+        prefix = identity.lineage(settings.data) if supervisor.is_data(settings.data) else "doctor"
+        probe(store, prefix)
+        offset = clock_offset(store, prefix)
+    except ConfigError as error:
+        return Check("tier", ERROR, str(error), "correct KMQ_TIER, or install what it names")
+    except RefusedError as error:
+        return Check("tier", ERROR, f"{where}: {error}", "nothing is copied there; name another store")
+    except StoreError as error:
+        advice = (
+            "see its words: network, credentials, or the rights to get, put and list; nothing but the copy waits for it"
+        )
+        return Check("tier", WARNING, f"{where}: {error}", advice)
+    except (OSError, KmqError) as error:
+        return Check("tier", WARNING, f"{where}: could not be looked at: {error}", _advice(error))
+    if abs(offset) > _SKEW_S:
+        text = f"{where}: its clock is {abs(offset):,.0f} s {'ahead' if offset > 0 else 'behind'}"
+        return Check("tier", WARNING, text, "set the clock of this machine; S3 refuses requests from 15 minutes on")
+    return Check("tier", OK, f"{where}: keeps create-if-absent, and has the same time")
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document; see above.")] = False,
 ) -> None:
-    """Find what is wrong with the broker and its machine, and say what to do. Nothing is changed or made.
+    """Find what is wrong with the broker and its machine, and say what to do. Nothing is changed or made here.
 
     Checked: the broker's findings (kmq status), limits, shared memory, memory,
-    clock, permissions, disk and its speed, ports, KMQ_KAFKA_ADVERTISE, Java. Exit code 1 if a check
-    is an error. Works with the broker up or down.
+    clock, permissions, disk and its speed, ports, KMQ_KAFKA_ADVERTISE, Java, and the store of KMQ_TIER, in which a
+    key is made and deleted. Exit code 1 if a check is an error. Works with the broker up or down.
 
     --json: {"as_of", "version", "ok", "checks": [{"check", "level", "text",
     "advice"}, …], "findings"}. level: ok, note, warning or error.

@@ -8,7 +8,7 @@ import typer
 
 from kmq.broker import status as statuses
 from kmq.broker import supervisor
-from kmq.broker.stats import INTAKE_FIELDS, REPLICA
+from kmq.broker.stats import INTAKE_FIELDS, REPLICA, TIER
 from kmq.broker.status import BrokerStatus, StageStatus
 from kmq.cli.output import examples, table
 from kmq.config import terminal
@@ -74,6 +74,7 @@ def _as_table(found: BrokerStatus) -> "Table":
         "durability": f"framed {found.backlog['framed_messages']:,} msg",
         "router": f"durable {found.backlog['durable_messages']:,} msg",
         REPLICA: found.role,
+        TIER: "" if found.copy is None else f"copied to seq {found.copy['seq']:,}, {found.copy['behind']:,} msg behind",
     }
     for stage in found.processes:
         shown.add_row(*_cells(stage), waiting.get(stage.name, ""))

@@ -176,13 +176,19 @@ def _sizes(with_own: bool) -> Iterator[tuple[str, int | None, list[tuple[int, in
         return
     for row in ask("GET", f"/api/topics?internal={str(with_own).lower()}"):
         topic = _ask_topic("GET", row["name"])
-        yield topic["name"], topic["fromSeq"], [(log["endOffset"], log["bytes"]) for log in topic["partitions"]]
+        yield topic["name"], topic["fromSeq"], [(_counted(log, 0), log["bytes"]) for log in topic["partitions"]]
 
 
 def _written(data: str, name: str, partition: int) -> tuple[int, int]:
     """Return (messages that a partition ever got, bytes that it has)."""
     end, size = end_offset(data, name, partition)
     return end - gaps.count(gaps.read(directory_of(data, name, partition)), 0, end), size
+
+
+def _counted(log: dict[str, Any], first: int) -> int:
+    """Return how many messages a gateway's row of a partition says were stored from offset `first` on."""
+    found = tuple(gaps.Gap(*each) for each in log.get("gaps", ()))
+    return int(log["endOffset"]) - first - gaps.count(found, first, log["endOffset"])
 
 
 def _ask_topic(method: str, name: str, body: object = None) -> Any:
@@ -336,7 +342,7 @@ def show(
             if option not in ("name", "partitions", "fromSeq")
         ]
         logs = [
-            (row["endOffset"] - row["startOffset"], row["bytes"], row["startOffset"], row["endOffset"])
+            (_counted(row, row["startOffset"]), row["bytes"], row["startOffset"], row["endOffset"])
             for row in found["partitions"]
         ]
     if as_json:

@@ -344,8 +344,11 @@ class Settings:
         kind.store_url,
         "where a copy of the WAL is kept off this machine: s3://<bucket>/<prefix>, or file:///<directory>; without it: none",
     )
-    tier_every: float = _setting(
-        "KMQ_TIER_EVERY", "60s", kind.duration, "time after which new records are copied to KMQ_TIER"
+    tier_every: float | None = _setting(
+        "KMQ_TIER_EVERY",
+        "60s",
+        kind.EVERY,
+        "time after which new records are copied to KMQ_TIER; off: no copy of the WAL",
     )
     tier_object: int = _setting(
         "KMQ_TIER_OBJECT", "64 MiB", kind.OBJECT, "maximum bytes of lines in an object of KMQ_TIER"

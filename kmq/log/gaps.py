@@ -200,6 +200,15 @@ def before(found: Gaps, end: int) -> int:
     return next((gap.first for gap in found if gap.first <= end <= gap.to), end)
 
 
+def back(found: Gaps, end: int, count: int) -> int:
+    """Return the offset `count` records before the offset `end`; it may be negative."""
+    offset = end - count
+    for gap in reversed(found):
+        if offset < gap.to <= end:
+            offset -= gap.to - gap.first
+    return offset
+
+
 def range_of(found: Gaps, start: int, end: int) -> range:
     """Return the offsets start…end-1 without a gap: what lies before a gap that reaches the end, else what lies after it."""
     for gap in found:

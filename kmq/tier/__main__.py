@@ -83,7 +83,7 @@ class CopyProcess:
         pause = _PAUSE_S
         while not self._stopping.is_set():
             self._progress_at, self._is_at_work = time.monotonic(), True
-            wait = self._settings.tier_every
+            wait = self._settings.tier_every or _LOOK_S
             try:
                 self._turn()
                 pause = _PAUSE_S
@@ -118,7 +118,10 @@ class CopyProcess:
             if leadership is not None:
                 leadership.check()  # before it leads a directory may take another lineage
             durable = self._durable if leadership is None else leadership.committed
-            options = TurnOptions(settings.tier_object, settings.tier_rate, durable, self._progressed, leadership)
+            copies_wal = settings.tier_every is not None
+            options = TurnOptions(
+                settings.tier_object, settings.tier_rate, durable, self._progressed, leadership, copies_wal
+            )
             self._copier = Copier(settings.data, self._store, self._log, options)
         self._copier.turn()
 
@@ -196,7 +199,7 @@ class CopyProcess:
         copied, durable = self._row.seq, self._page.rows["durability"].seq
         if self._leadership is not None:
             durable = self._leadership.committed() if self._leadership.epoch() is not None else 0
-        if durable <= copied:
+        if durable <= copied or self._settings.tier_every is None:
             self._row.oldest, self._seen = 0, -1
         elif self._seen != copied:
             log = reader.wal(self._settings.data)

@@ -17,6 +17,8 @@ Not covered A store that ignores the condition overwrites. `probe` finds that ou
 
 import contextlib
 import os
+import re
+import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol
@@ -58,6 +60,9 @@ class Store(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Delete keys; a key that is missing is no error."""
 
+    def written_at(self, key: str) -> float:
+        """Return when a key was made, by the clock of the store, in unix seconds. Only `clock_offset` needs it."""
+
 
 def open_store(url: str) -> Store:
     """Return the store at `url`. Raises ConfigError if the URL names none, or its library is not installed."""
@@ -98,6 +103,18 @@ def probe(store: Store, prefix: str) -> None:
             "the store overwrites a key that is there, although it is asked not to (If-None-Match: *); use one that keeps"
             " the condition, such as S3, or a directory"
         )
+
+
+def clock_offset(store: Store, prefix: str) -> float:
+    """Return by how many seconds the clock of the store is ahead of this one, at least; negative: it is behind."""
+    key, began = f"{prefix}/probe/{os.urandom(8).hex()}", time.time()
+    store.create(key, b"clock\n")
+    at, ended = store.written_at(key), time.time()
+    with contextlib.suppress(StoreError):
+        store.delete([key])
+    if at > ended:
+        return at - ended
+    return min(0.0, at + 1.0 - began)  # S3 says whole seconds
 
 
 # --- a directory -----------------------------------------------------------------------------------------------------
@@ -164,6 +181,12 @@ class DirectoryStore:
                 continue
             except OSError as err:
                 raise StoreError(f"{self.root}/{key}: {err.strerror}") from err
+
+    def written_at(self, key: str) -> float:
+        try:
+            return os.stat(f"{self.root}/{key}").st_mtime
+        except OSError as err:
+            raise StoreError(f"{self.root}/{key}: {err.strerror}") from err
 
 
 def _make_directories(path: str, root: str) -> None:
@@ -255,7 +278,21 @@ class ObjectStore:
             except Exception as err:
                 raise StoreError(_words(err)) from err
 
+    def written_at(self, key: str) -> float:
+        try:
+            return float(self._library.head(self._within(0), key)["last_modified"].timestamp())
+        except Exception as err:
+            raise StoreError(_words(err)) from err
+
+
+# What S3 repeats in a refusal of a key id, a token or a signature.
+_CREDENTIALS = re.compile(
+    r"<(AWSAccessKeyId|Token-\d+|StringToSign(?:Bytes)?|CanonicalRequest(?:Bytes)?|SignatureProvided)>.*?(?:</\1>|$)",
+    re.S,
+)
+
 
 def _words(err: Exception) -> str:
-    """Return the first lines of an error of the library, without its dump of internal values."""
-    return " ".join(str(err).partition("\nDebug source:")[0].split())[:500]
+    """Return the first lines of an error of the library, without its dump of internal values, and without credentials."""
+    words = _CREDENTIALS.sub("", str(err).partition("\nDebug source:")[0])
+    return " ".join(words.split())[:500]

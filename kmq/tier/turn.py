@@ -95,7 +95,7 @@ class Leadership:
 class TurnOptions(NamedTuple):
     """`durable` returns the last seq to copy. `progress` is called after each request and each block.
 
-    `leadership`: in a shard.
+    `leadership`: in a shard. `copies_wal`: False if KMQ_TIER_EVERY is off; then neither tables nor small files go up.
     """
 
     object_bytes: int
@@ -103,6 +103,7 @@ class TurnOptions(NamedTuple):
     durable: Callable[[], int]
     progress: Callable[[int], object] = lambda nbytes: None
     leadership: Leadership | None = None
+    copies_wal: bool = True
 
 
 def full_key(lineage: str, key: str) -> str:
@@ -214,6 +215,14 @@ class Copier:
             self.claim()
         self.commits.catch_up()
         self.commits.check_claim()
+        if self._options.copies_wal:
+            self._copy_all()
+        self._delete_dropped()
+        self.commits.write_state()
+        cursor = f"{self.commits.state.number} {self.lineage}\n"
+        replace_file(f"{self.data}/{DIRECTORY}/cursor", cursor.encode())
+
+    def _copy_all(self) -> None:
         are_due = time.monotonic() - self._files_at >= _FILES_S or FILES[0] not in self.commits.state.files
         found = SmallFiles.of(self.data, are_due)
         high = self._options.durable()
@@ -223,10 +232,6 @@ class Copier:
             if are_due:
                 self._copy_files(found)
             self._drop_wal()
-        self._delete_dropped()
-        self.commits.write_state()
-        cursor = f"{self.commits.state.number} {self.lineage}\n"
-        replace_file(f"{self.data}/{DIRECTORY}/cursor", cursor.encode())
 
     def _commit(self, *lines: CommitLine) -> None:
         if self._options.leadership is not None:

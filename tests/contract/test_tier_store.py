@@ -8,7 +8,7 @@ import tier_stores
 
 from kmq.tier import store
 from kmq.tier.commits import CommitLog, line, lineages
-from kmq.tier.store import MissingError, StoreError, open_store, probe
+from kmq.tier.store import MissingError, StoreError, clock_offset, open_store, probe
 
 LINEAGE = "0123456789abcdef" * 2
 
@@ -25,6 +25,11 @@ def url(request, tmp_path_factory):
 
 def test_it_passes_the_probe_which_leaves_nothing(url):
     probe(open_store(url), LINEAGE)
+    assert list(open_store(url).names(f"{LINEAGE}/probe")) == []
+
+
+def test_it_says_what_time_it_has_and_keeps_nothing(url):
+    assert abs(clock_offset(open_store(url), LINEAGE)) < 60
     assert list(open_store(url).names(f"{LINEAGE}/probe")) == []
 
 

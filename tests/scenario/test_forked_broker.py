@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from contextlib import closing
+import subprocess
+from contextlib import closing, contextmanager
 
 import pytest
 from api_client import Api
@@ -60,6 +61,16 @@ def grouped(api, count, commits=True):
     return found
 
 
+@contextmanager
+def tailing(broker, *words):
+    process = subprocess.Popen(["kmq", *words], env=broker.env, cwd=broker.root, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def put_back(broker, copy):
     broker.down()
     shutil.rmtree(broker.data)
@@ -111,6 +122,13 @@ def test_consumers_above_the_end_of_the_copy_read_every_new_message(broker, tmp_
         assert row["lag"] == 0
     rows = json.loads(broker.get("/v1/logs?topic=orders")[1])
     assert rows[0]["gaps"] == [[10, fork.offset]]
+    port = (broker.pipes / "http.port").read_text().strip()
+    listed = json.loads(broker.kmq("--url", f"http://127.0.0.1:{port}", "topics", "list", "--json").stdout)["topics"]
+    assert [row["messages"] for row in listed if row["topic"] == "orders"] == [15]
+    for elsewhere in ([], ["--url", f"http://127.0.0.1:{port}"]):
+        with tailing(broker, *elsewhere, "tail", "orders", "-n", "8") as tail:
+            offsets = [int(tail.stdout.readline().split()[3]) for _ in range(8)]
+        assert offsets == [7, 8, 9, *range(fork.offset, fork.offset + 5)]
     shown = broker.kmq("consume", "orders", "--from", "earliest", "-n", "15")
     assert shown.returncode == 0 and shown.stdout.count("\n") == 15, shown.stderr
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import tarfile
 from pathlib import Path
 
 import psutil
@@ -102,6 +103,28 @@ def test_without_the_setting_there_is_no_such_process(broker):
     assert "tier" not in broker.status() and not (broker.data / "tier").exists()
     done = broker.kmq("tier", "status")
     assert done.returncode == 78 and "KMQ_TIER is not set" in done.stderr
+
+
+def test_a_bundle_has_the_status_of_the_copy_and_no_credentials(broker, tmp_path):
+    secrets = {
+        "AWS_ACCESS_KEY_ID": "AKIAHIDDEN",
+        "AWS_SECRET_ACCESS_KEY": "hidden/secret",
+        "AWS_SESSION_TOKEN": "hidden.token",
+    }
+    broker.env |= secrets
+    broker.up()
+    broker.kmq("produce", "orders", text="1\n2\n3\n")
+    until(lambda: is_whole(broker, tmp_path / "store"), "the copy is whole", broker.log)
+    (broker.data / "tier/status").write_text(f"away: {' '.join(secrets.values())}\n")  # as if a store had repeated them
+    done = broker.run("kmq", "bundle", str(tmp_path / "b.tar.gz"), "--no-verify")
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / "b.tar.gz") as tar:
+        texts = {entry.name: tar.extractfile(entry).read().decode() for entry in tar if entry.isfile()}
+    found = json.loads(texts["kmq-bundle/tier.json"])
+    assert found["last_seq"] >= 3 and found["problem"].startswith("away: ")
+    assert not [name for name, text in texts.items() if any(secret in text for secret in secrets.values())]
+    (check,) = [each for each in json.loads(texts["kmq-bundle/doctor.json"])["checks"] if each["check"] == "tier"]
+    assert check["level"] == "ok"
 
 
 # --- the way back ----------------------------------------------------------------------------------------------------

@@ -124,8 +124,9 @@ def test_a_commit_that_arrives_after_the_next_claim_changes_nothing(proxy, url, 
 def test_a_refusal_is_said_in_the_words_of_the_store(proxy, url, tmp_path, fate, words):
     data = write_data(tmp_path / "data", LINES)
     proxy.fate = lambda method, path: fate
-    with pytest.raises(StoreError, match=words):
+    with pytest.raises(StoreError, match=words) as refusal:
         copier(data, url).turn()
+    assert "AKIASECRET" not in str(refusal.value) and "a token" not in str(refusal.value)
     proxy.fate = lambda method, path: ""
     until_whole(copier(data, url))
 

@@ -153,6 +153,13 @@ def test_a_gap_counts_as_no_record(broker, data):
     broker.stop()
 
 
+def test_so_many_records_back_are_counted_without_gaps():
+    found = (gaps.Gap(10, 100), gaps.Gap(105, 200))
+    assert [gaps.back((), 10, count) for count in (0, 3, 12)] == [10, 7, -2]
+    assert [gaps.back(found, 203, count) for count in (0, 2, 3, 4, 8, 9, 18, 19)] == [203, 201, 200, 104, 100, 9, 0, -1]
+    assert gaps.back(found[:1], 100, 2) == 8, "no record follows the gap yet"
+
+
 def test_a_directory_without_a_fork_has_no_new_file(data):
     made = Broker(data)
     made.send(*messages(10))

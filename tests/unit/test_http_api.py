@@ -1,7 +1,9 @@
 """The HTTP API on queue files, without a broker: bad input, reading, limits. Every answer is one that the document has."""
 
 import gzip
+import json
 import os
+import re
 import socket
 import threading
 import time
@@ -9,12 +11,15 @@ from contextlib import closing
 
 import pytest
 from api_client import NDJSON, Api
+from forked import forked, send
 from log_server import up
 from made_data import write_data
+from typer.testing import CliRunner
 from waiting import PATIENCE_S, until
 
 from kmq.access import tokens
 from kmq.broker.stats import STATES
+from kmq.cli.app import app
 from kmq.gateway.core import partitions
 from kmq.gateway.http import request, schema
 
@@ -261,6 +266,24 @@ def test_topics_are_listed_and_described(api):
     [partition] = shown["partitions"]
     assert (partition["startOffset"], partition["endOffset"], shown["retentionMs"]) == (0, 500, -1)
     assert partition["bytes"] > 10_000 and partition["segments"] >= 1
+
+
+def test_a_gap_counts_as_no_message_for_who_asks_from_elsewhere(tmp_path):
+    data = write_data(tmp_path / "data", KEYED[:10], {"t": 1})
+    made, _ = forked(str(data))
+    send(str(data), KEYED[10:13])
+    with up(data, synced=made.next_seq + 3) as broker:
+        broker.page.rows["router"].seq = made.next_seq + 3
+        broker.serve()
+        with closing(Api(broker.port)) as api:
+            [partition] = api.get(f"{TOPICS}/t").value["partitions"]
+            assert (partition["endOffset"], partition["gaps"]) == (made.offset + 3, [[10, made.offset]])
+        url = f"http://127.0.0.1:{broker.port}"
+        listed = CliRunner().invoke(app, ["--url", url, "topics", "list", "--json"])
+        [row] = [row for row in json.loads(listed.stdout)["topics"] if row["topic"] == "t"]
+        assert row["messages"] == 13
+        shown = CliRunner().invoke(app, ["--url", url, "topics", "show", "t"])
+        assert re.search(r"^ *0 +13 ", shown.stdout, re.M), shown.stdout
 
 
 # --- waiting and limits ----------------------------------------------------------------------------------------------

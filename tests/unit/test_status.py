@@ -9,7 +9,7 @@ from rich.console import Console
 
 import kmq
 from kmq.broker import status
-from kmq.broker.stats import STATES, StatsPage
+from kmq.broker.stats import STATES, TIER_PROBLEMS, StatsPage
 from kmq.cli import status as shown_status
 from kmq.config import terminal
 from kmq.config.settings import STAGES, load
@@ -102,9 +102,31 @@ def test_the_document_says_when_who_what_waits_and_what_is_wrong(page):
     assert finding in found["reasons"] and found["warnings"] == []
 
 
+def test_how_far_the_copy_is_behind_is_said_in_the_table_and_in_the_document(page, monkeypatch):
+    for name in (*STAGES, "tier"):
+        begin(page.rows[name], "ready")
+    row, page.rows["durability"].seq = page.rows["tier"], 5000
+    row.seq, row.oldest = 3000, int(time.time()) - 30
+    found = status.collect(load())
+    copy = status.as_json(found)["copy"]
+    assert (copy["seq"], copy["behind"], copy["problem"]) == (3000, 2000, "") and 29 < copy["age_s"] < 300
+    out = io.StringIO()
+    monkeypatch.setattr(terminal, "console", lambda: Console(file=out, width=120))
+    shown_status.show_table(found)
+    assert "copied to seq 3,000, 2,000 msg behind" in out.getvalue()
+    assert "copy=tier seq=3000 behind=2000" in status.logfmt(found)
+    row.oldest, row.standing = 0, TIER_PROBLEMS.index("fenced")
+    assert status.as_json(status.collect(load()))["copy"] == {
+        "seq": 3000,
+        "behind": 0,
+        "age_s": 0.0,
+        "problem": "fenced",
+    }
+
+
 def test_a_broker_that_is_down_has_the_same_document(page):
     os.unlink(page.path)
     found = status.as_json(status.collect(load()))
     open(page.path, "w").close()
     assert (found["links"], [finding["code"] for finding in found["findings"]]) == ([], ["down"])
-    assert found["latency"] == {"ack": None, "sync": None, "routed": None}
+    assert found["latency"] == {"ack": None, "sync": None, "routed": None} and found["copy"] is None

@@ -97,6 +97,14 @@ def test_a_store_that_overwrites_is_refused_and_a_good_one_keeps_nothing_of_the_
     assert list(place.names("")) == []
 
 
+@pytest.mark.parametrize("offset", [-90, 0, 90])
+def test_a_clock_that_differs_is_told_by_what_the_store_says_of_a_new_key(place, offset):
+    real = place.written_at
+    place.written_at = lambda key: real(key) + offset
+    assert abs(store.clock_offset(place, LINEAGE) - offset) < 60
+    assert list(place.names("")) == []
+
+
 # --- objects ---------------------------------------------------------------------------------------------------------
 
 

@@ -89,6 +89,14 @@ def test_it_copies_says_so_and_ends_when_it_is_told(alone):
     assert done.exit_code == 1 and "is missing" in done.stdout
 
 
+def test_with_every_off_nothing_is_copied_and_nothing_is_behind(alone):
+    alone.env["KMQ_TIER_EVERY"] = "off"
+    alone.start()
+    until(lambda: "event=tier_claimed" in alone.log(), "the claim", alone.log)
+    assert alone.end() == 0
+    assert json.loads(alone.kmq("tier", "ls", "--json").stdout) == [] and alone.row().oldest == 0
+
+
 def test_a_store_that_is_away_is_waited_for(alone):
     alone.store.write_text("a file in the place of the directory")
     alone.start()

@@ -60,6 +60,16 @@ def test_the_whole_wal_is_in_the_store_byte_for_byte(data, place):
     assert {*found.files} >= {"router.ckpt", "format", "topics/orders/topic.toml"}
 
 
+def test_where_the_wal_is_not_copied_nothing_but_the_claim_is_in_the_store(data, place):
+    end = wal.last_stored(str(data))[0]
+    copying = Copier(str(data), place, FakeLogger(), TurnOptions(1 << 26, 0, lambda: end, copies_wal=False))
+    copying.turn()
+    copying.turn()
+    assert (state(place, data).number, state(place, data).rows()) == (1, [])
+    copier(data, place).turn()
+    assert wal_of(place, data) == local_wal(data)
+
+
 def test_objects_end_where_they_are_large_enough_and_a_turn_copies_only_what_is_new(tmp_path, place):
     made = write_data(tmp_path / "data", LINES, closed=False)
     copying = copier(tmp_path / "data", place, object_bytes=1 << 16)

@@ -313,11 +313,13 @@ SCHEMAS: dict[str, Schema] = {
         [], partitions=_PARTITIONS, force=flag("also where keys would move to other partitions"), **_CHANGES
     ),
     "Partition": record(
+        ["partition", "startOffset", "endOffset", "bytes", "segments"],
         partition=number("its number"),
         startOffset=number("of the first message that is still there"),
         endOffset=number("of the next message"),
         bytes=number("on disk"),
         segments=number("files"),
+        gaps=array(array(number("offset"), minItems=2, maxItems=2), description="[first, to]: offsets no message has"),
     ),
     "TopicSummary": record(**_SUMMARY, partitions=_PARTITIONS),
     "Topic": record(**_SUMMARY, partitions=array(ref("Partition"))),

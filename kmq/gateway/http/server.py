@@ -104,6 +104,7 @@ class Topics:
                 "endOffset": size.end_offset,
                 "bytes": size.nbytes,
                 "segments": size.segments,
+                **({"gaps": size.gaps} if size.gaps else {}),
             }
             for size in await self._topics.sizes(topic)
         ]

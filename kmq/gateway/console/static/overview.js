@@ -77,9 +77,17 @@ function pipeline(doc) {
     h("h2", { id: "pipeline" }, "Pipeline"),
     stages.size ? h("div", { class: "pipeline" }, parts, arrow, queues, ack) : h("p", { class: "empty" }, "The broker is not up."),
     others.length ? h("ul", { class: "others" }, others.map((stage) => h("li", { "data-key": stage.name, "data-stage": stage.name },
-      h("b", null, stage.name), " ", state(stage.state), stage.restarts ? ` · ${count(stage.restarts, "restart")}` : ""))) : null,
+      h("b", null, stage.name), " ", state(stage.state), stage.restarts ? ` · ${count(stage.restarts, "restart")}` : "",
+      stage.name === "tier" ? copy(doc.status.copy) : null))) : null,
     kafka(doc.status.kafka),
     latency(doc.latency));
+}
+
+function copy(found) { // off the machine, in KMQ_TIER
+  if (!found) return null;
+  const behind = [" · ", shown("span", "behind", found.behind), " msg behind, the oldest of them ", shown("span", "age_s", found.age_s, duration(found.age_s))];
+  return [" · copied to seq ", shown("span", "copied", found.seq), found.behind ? behind : " · nothing is behind",
+    found.problem ? ` · ${found.problem}` : ""];
 }
 
 function kafka(found) {
