@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from forked import forked, send
 from log_server import up
 from made_data import append, write_data
 from made_up import no_room
@@ -149,6 +150,20 @@ def test_records_are_looked_for_in_the_partitions_that_their_topic_had(tmp_path,
     with open(path, "w") as file:
         file.write(text)
     assert found(judged(data))["wrong_queue"] > 0  # so the audit does look at it
+
+
+@pytest.mark.parametrize("nbytes", [MANY, ONE])
+def test_a_forked_directory_has_a_gap_that_is_no_finding_and_a_loss_beside_it_is_one(tmp_path, nbytes):
+    data = make(tmp_path)
+    plan_of_fork, _ = forked(data)
+    send(data, [line(n) for n in range(COUNT + 1, COUNT + 101)])
+    with up(data, plan_of_fork.next_seq + 99) as served:
+        served.serve()
+        rows = judged_at({"kmq.bootstrap.servers": f"127.0.0.1:{served.port}"}, nbytes)
+    assert found(rows) == {} and noted(rows) == {}
+    assert found(judged(data, nbytes)) == {} and noted(judged(data, nbytes)) == {}
+    rewrite(data, "test/0", lambda lines: lines.pop(3))
+    assert found(judged(data, nbytes)) == {"lost": 1}
 
 
 # --- how histories break: each of these writes what a faulty broker would have, with an index that is right -------------

@@ -361,7 +361,8 @@ class Auditor:
         self._evidence.add_runs("duplicate", THE_WAL, seqs, np.flatnonzero(~first_time))
         self._evidence.add_runs("out_of_order", THE_WAL, seqs, np.flatnonzero(first_time & (is_late | ~inside)))
         present = np.concatenate([[task.low - 1], np.unique(seqs[inside]), [task.high]])
-        unreadable = SeqRanges(task.unreadable).ranges
+        left_out = [(gap.first, gap.to - 1) for gap in task.snapshot.wal_gaps]
+        unreadable = SeqRanges([*task.unreadable, *left_out]).ranges
         named = SeqRanges(task.snapshot.dropped["framed"]).ranges
         for at in np.flatnonzero(np.diff(present) > 1).tolist():
             for first, last in without(int(present[at]) + 1, int(present[at + 1]) - 1, unreadable):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kmq.log import identity
 from kmq.log.damage import DamageError
+from kmq.log.gaps import Gaps
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.message.routing import Table, Topic, lives, table
@@ -40,6 +41,7 @@ class BrokerSnapshot(NamedTuple):
     hidden: dict[str, DamagedBytes]  # topics whose queues' ends are hidden by damage
     marks_from: int = 0  # the first seq whose routing key may have a mark
     deleted: Sequence[tuple[str, int, int]] = ()  # deleted topics: name, from_seq, last_seq
+    wal_gaps: Gaps = ()  # of seqs that a fork left out, and no record ever had (kmq/log/gaps.py)
 
     def table(self) -> Table:
         """Return the routing table."""
@@ -62,6 +64,7 @@ def take(broker: Broker) -> BrokerSnapshot:
         dropped=ledger["dropped"],
         hidden=hidden,
         marks_from=ledger.get("marks_from", identity.NEVER),  # an older gateway does not send it
+        wal_gaps=broker.gaps.get(THE_WAL, ()),
         deleted=[(name, from_seq, last_seq) for name, from_seq, last_seq, _ in ledger.get("deleted", ())],
     )
 
