@@ -151,11 +151,11 @@ def claim(
     if not yes:
         print(f"{other} has the claim{when}; if it is gone for good: kmq tier claim --yes")
         raise typer.Exit(EXIT_FAILED)
-    data, shard = settings.data, settings.shard
-    leadership = Leadership(settings.instance, data, shard) if shard else None
+    data_id, shard = identity.read(settings.data, "id"), settings.shard
+    leadership = Leadership(settings.instance, data_id, shard) if shard else None
     epoch = leadership.check() if leadership is not None else 0
     nonce = nonces.next("", is_taken_over=True)
-    commits.claim(claim_line(identity.read(data, "id"), leadership, epoch), nonce)
+    commits.claim(claim_line(data_id, leadership, epoch), nonce)
     print(f"claimed by commit {commits.state.number}, after {other}{when}; kmq.tier goes on within a minute")
 
 

@@ -49,8 +49,7 @@ class CopyProcess:
         self._settings, self._page, self._row, self._log = settings, page, page.rows[TIER], log
         self._store: Store | None = None
         self._copier: Copier | None = None
-        data, shard = settings.data, settings.shard
-        self._leadership = Leadership(settings.instance, data, shard) if shard else None
+        self._leadership = Leadership(settings.instance, page.data_id, settings.shard) if settings.shard else None
         self._stopping = threading.Event()
         self._progress_at = time.monotonic()
         self._is_at_work = False

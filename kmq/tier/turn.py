@@ -64,12 +64,12 @@ class FollowsError(KmqError):
 class Leadership:
     """What the role page says of this broker of a shard."""
 
-    def __init__(self, instance: str, data: str, shard: str) -> None:
-        self._instance, self._data, self.shard = instance, data, shard
+    def __init__(self, instance: str, data_id: str, shard: str) -> None:
+        self._instance, self._data_id, self.shard = instance, data_id, shard
         self._page: RolePage | None = None
 
     def _find(self) -> RolePage | None:
-        self._page = RolePage.find(self._instance, identity.read(self._data, "id"), self._page)
+        self._page = RolePage.find(self._instance, self._data_id, self._page)
         return self._page
 
     def epoch(self) -> int | None:

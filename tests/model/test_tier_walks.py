@@ -9,9 +9,9 @@ from tier_shard_world import ShardWorld
 from tier_stores import SERVERS, ProxiedStore, s3_behind_proxy
 from tier_world import Violated, World
 
-from kmq.log import wal
+from kmq.links.role import RolePage
 from kmq.tier import turn as turn_module
-from kmq.tier.turn import Copier, Leadership
+from kmq.tier.turn import Copier
 
 STEPS, WALKS, MUTANT_WALKS = 40, 4, 40
 
@@ -96,7 +96,7 @@ def test_no_promise_is_broken_by_the_replicas_of_a_shard(tmp_path, number):
 
 
 def beyond_hw(monkeypatch):
-    monkeypatch.setattr(Leadership, "committed", lambda self: wal.last_stored(self._data)[0])
+    monkeypatch.setattr(RolePage, "hw", property(lambda self: 1 << 40))
 
 
 def any_epoch(monkeypatch):

@@ -74,8 +74,8 @@ class WorldReplica:
         self.is_zombie = False
 
     def start(self, store: WorldStore) -> None:
-        leadership = Leadership(self.instance, self.data, "s")
-        options = TurnOptions(1 << 20, 0, lambda: leadership.committed(), leadership=leadership)
+        leadership = Leadership(self.instance, identity.read(self.data, "id"), "s")
+        options = TurnOptions(1 << 20, 0, leadership.committed, leadership=leadership)
         self.processes.append(Copier(self.data, store, FakeLogger(), options))
         del self.processes[:-2]
 

@@ -16,7 +16,8 @@ from waiting import until
 
 from kmq.broker.stats import TIER, TIER_PROBLEMS, peek
 from kmq.cli.app import app
-from kmq.log import wal
+from kmq.links.role import FOLLOWING, STARTING, RolePage
+from kmq.log import identity, wal
 from kmq.tier.commits import CommitLog
 from kmq.tier.store import DirectoryStore
 
@@ -125,6 +126,33 @@ def test_where_another_broker_has_the_claim_it_stays_and_writes_nothing_until_it
     assert alone.kmq("tier", "claim", "--yes").exit_code == 0
     alone.start()
     until(lambda: "event=tier_claimed" in alone.log().rpartition("problem=fenced")[2], "it goes on", alone.log)
+
+
+def test_in_a_shard_it_waits_until_its_broker_leads_and_copies_what_is_committed(alone):
+    (alone.path / "secret").write_text("x")
+    shard = {"SHARD": "s", "CLUSTER": "c", "CONSUL": "127.0.0.1:1", "REPLICA_SECRET": alone.path / "secret"}
+    alone.env |= {f"KMQ_{name}": str(value) for name, value in (shard | {"FSYNC": "always"}).items()}
+    page = RolePage.make(alone.instance, identity.read(alone.data, "id"))
+    page.take(FOLLOWING, 2, 7, 200)
+    page.show_leader({"broker": "b"})
+    alone.start()
+    until(lambda: "event=tier_follows" in alone.log(), "it follows", alone.log)
+    assert "broker b leads the shard s" in alone.log() and list(alone.store.glob("*/commits/*")) == []
+    assert alone.row().standing == 0 and alone.row().oldest == 0
+    refused = alone.kmq("tier", "claim", "--yes")
+    assert refused.exit_code and "broker b leads the shard s" in str(refused.exception)
+    page.leave()
+    page.take(STARTING, 3, 7, 150)
+    page.lead_until(1e9, 1e9)
+    page.open_doors()
+    until(lambda: alone.row().seq == 150, "what is committed is copied", alone.log)
+    page.raise_hw(200)
+    until(alone.is_copied, "all is copied", alone.log)
+    page.leave()
+    until(lambda: alone.log().count("event=tier_follows") == 2, "it follows again", alone.log)
+    assert alone.end() == 0
+    found = CommitLog(DirectoryStore(str(alone.store)), identity.lineage(alone.data), "r").read().claim
+    assert found is not None and found.values == {"shard": "s", "epoch": "3"}
 
 
 def test_the_directory_comes_back_by_commands(alone):

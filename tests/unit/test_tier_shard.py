@@ -34,7 +34,8 @@ class ShardReplica:
     def __init__(self, path: Path, name: str) -> None:
         self.name, self.data = name, str(path)
         self.instance = f"tiershard-{os.getpid()}-{name}"
-        self.page = RolePage.make(self.instance, identity.read(self.data, "id"))
+        self.page_id = identity.read(self.data, "id")
+        self.page = RolePage.make(self.instance, self.page_id)
 
     def lead(self, epoch: int, hw: int) -> None:
         self.page.leave()
@@ -48,7 +49,7 @@ class ShardReplica:
         self.page.show_leader({"broker": "z"})
 
     def copier(self, place, shard="s", object_bytes=1 << 26):
-        leadership = Leadership(self.instance, self.data, shard)
+        leadership = Leadership(self.instance, self.page_id, shard)
         options = TurnOptions(object_bytes, 0, leadership.committed, leadership=leadership)
         return Copier(self.data, place, FakeLogger(), options)
 
