@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 from test_shard import BROKERS
@@ -16,7 +17,7 @@ from kmq.tier.commits import CommitLog, decode
 from kmq.tier.store import get, open_store
 from kmq.tier.turn import full_key
 
-MESSAGES = 4000
+MESSAGES = 20_000
 
 
 class Copied(Brokers):
@@ -62,10 +63,10 @@ class Copied(Brokers):
         return b"".join(gzip.decompress(get(store, full_key(lineage, row.values["key"]))) for row in rows)
 
     def epochs(self, name):
-        """The epochs of the claims, in order."""
+        """The epochs of the claims, in order; 0 for that of a restore."""
         store, lineage = open_store(f"file://{self.root}/store"), identity.lineage(self.data(name))
         commits = [decode(get(store, key), int(key[-20:])) for key in store.names(f"{lineage}/commits")]
-        return [int(each.values["epoch"]) for commit in commits for each in commit.lines if each.verb == "claim"]
+        return [int(each.values.get("epoch", 0)) for commit in commits for each in commit.lines if each.verb == "claim"]
 
     def is_copied(self, name):
         return len(self.wal(name)) > 0 and self.copy(name) == self.wal(name)
@@ -78,8 +79,8 @@ def shard(consul, tmp_path):
     made.close()
 
 
-def lines(first, count=MESSAGES):
-    return "".join(f"orders.k{n % 7}|0|{n}|{'x' * 300} {n}\n" for n in range(first, first + count))
+def lines():
+    return "".join(f"orders.k{n % 7}|0|{n}|{'x' * 300} {n}\n" for n in range(1, MESSAGES + 1))
 
 
 def test_a_leader_killed_in_mid_copy_is_followed_and_a_lost_shard_comes_back(shard):
@@ -87,12 +88,16 @@ def test_a_leader_killed_in_mid_copy_is_followed_and_a_lost_shard_comes_back(sha
     shard.init()
     shard.await_whole()
     leader = shard.leader()
-    shard.produce(leader, lines(1))
+    sending = threading.Thread(target=shard.send, args=(leader, lines()))
+    sending.start()
+    until(lambda: len(shard.copy(leader)) > 1 << 20, "some objects of the copy")
     shard.kill(leader)
+    sending.join()
     other = next(name for name in BROKERS if name != leader)
     until(lambda: shard.register().epoch >= 2 and shard.leader() != leader, "another leader")
-    shard.produce(other, lines(MESSAGES + 1))
+    shard.produce(other, lines())  # those that it has are known
     until(lambda: shard.is_copied(shard.leader()), "the copy is whole")
+    assert shard.copy(other).count(b"|orders.") == MESSAGES
     epochs = shard.epochs(other)
     assert epochs == sorted(epochs) and epochs[-1] >= 2
     assert shard.kmq(leader, "up", "--no-gateway").returncode == 0
@@ -118,7 +123,7 @@ def test_a_leader_killed_in_mid_copy_is_followed_and_a_lost_shard_comes_back(sha
 
     done = until(begun, "all brokers of the new shard")
     assert done.returncode == 0, done.stderr
-    shard.produce("b", lines(1, 2 * MESSAGES), **new)  # each id is known
+    shard.produce("b", lines(), **new)  # each id is known
     shard.produce("b", "orders.k1|0|9000000|new\n", **new)
     until(lambda: b"|new\n" in shard.wal("c"), "the new message, at a follower")
     found = shard.wal("c")
