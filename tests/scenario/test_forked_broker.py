@@ -63,7 +63,8 @@ def grouped(api, count, commits=True):
 
 @contextmanager
 def tailing(broker, *words):
-    process = subprocess.Popen(["kmq", *words], env=broker.env, cwd=broker.root, stdout=subprocess.PIPE, text=True)
+    env = broker.env | {"KMQ_EGRESS_PORT": (broker.pipes / "egress.port").read_text().strip()}
+    process = subprocess.Popen(["kmq", *words], env=env, cwd=broker.root, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
