@@ -90,7 +90,9 @@ def browser():
 @pytest.fixture(scope="module")
 def broker(browser, tmp_path_factory):
     """A broker with load: five keys of two topics, and a group that is behind."""
-    made = Broker(tmp_path_factory.mktemp("console") / "broker")
+    root = tmp_path_factory.mktemp("console")
+    made = Broker(root / "broker")
+    made.env |= {"KMQ_TIER": f"file://{root}/store", "KMQ_TIER_EVERY": "2s"}
     made.env["KMQ_HTTP_PORT"] = str(free_ports(1)[0])  # the same after a restart, as for a user
     made.env["KMQ_INTAKES"] = "0=lines"
     made.up()
@@ -150,6 +152,10 @@ def test_the_overview_shows_the_numbers_of_the_document_it_names(tab):
         rate = document["rates"].get(stage)
         expected = {"state": status["state"], "seq": str(status["seq"]), "rate": as_shown(rate and rate["messages"])}
         assert {name: found[name] for name in expected} == expected
+    page.wait_for_selector("[data-stage=tier] [data-field=copied]:not([data-value='0'])")
+    as_of, found = shown(page, "[data-stage=tier]")
+    copy = tab.document("/api/overview", as_of)["status"]["copy"]
+    assert (found["copied"], found.get("behind", "0")) == (str(copy["seq"]), str(copy["behind"]))
     for link in ("raw", "received", "framed", "durable"):
         as_of, found = shown(page, f"[data-link={link}]")
         [expected] = [each for each in tab.document("/api/overview", as_of)["status"]["links"] if each["name"] == link]
