@@ -451,8 +451,9 @@ _TIER = {  # code: (what is seen, what to do)
         "stop it, move this directory away, and bring the newer state into an empty one with kmq restore --yes",
     ),
     "tier_damaged": (
-        "the copy in KMQ_TIER, or the WAL, is damaged, so nothing more is copied",
-        "event=tier_stands names what ({log}); kmq tier verify and kmq verify check both. Nothing was deleted",
+        "a part of the copy in KMQ_TIER, or of the WAL, is damaged or missing",
+        "event=tier_stands, after which nothing more is copied, or event=tier_object_missing names it ({log}); kmq tier"
+        " verify and kmq verify check both",
     ),
 }
 

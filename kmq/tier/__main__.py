@@ -84,9 +84,10 @@ class CopyProcess:
             self._progress_at, self._is_at_work = time.monotonic(), True
             wait = self._settings.tier_every or _LOOK_S
             try:
-                self._turn()
+                missing = self._turn()
                 pause = _PAUSE_S
-                self._say("")
+                self._say(f"damaged: {len(missing)} objects are missing, such as {missing[0]}" if missing else "")
+                self._row.standing = TIER_PROBLEMS.index("damaged") if missing else 0
             except StaleError:
                 wait = 0.0
             except FollowsError as err:
@@ -109,7 +110,8 @@ class CopyProcess:
             self._is_at_work = False
             self._rest(wait)
 
-    def _turn(self) -> None:
+    def _turn(self) -> list[str]:
+        """Make a turn. Return the objects that count and were missing at the last look at all names."""
         settings, leadership = self._settings, self._leadership
         if self._store is None:
             self._store = open_store(settings.tier)
@@ -123,6 +125,7 @@ class CopyProcess:
             )
             self._copier = Copier(settings.data, self._store, self._log, options)
         self._copier.turn()
+        return self._copier.missing
 
     def _rest(self, seconds: float) -> None:
         """Wait so long; in a shard not longer than until the role of this broker changes."""

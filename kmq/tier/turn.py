@@ -15,6 +15,9 @@ Invariant   Nothing in the store is ahead of the rows of the WAL: a turn first r
 Crash       after an object     no commit names it: it is never read;
             after a commit      the next start reads all commits;
             after a drop        the object is deleted in a later turn: deletions repeat.
+Orphans     Objects that no commit names and whose key bears the number of a claim before this process's own: only that
+            claim could have named them, and it is fenced. A look at all names each day deletes them. It also finds rows
+            whose object is gone: that is said, and the copy goes on.
 Shard       The leader alone copies, up to the high watermark: what is above it may yet be cut. Its claim bears its epoch.
             A leader that was deposed and does not know it is fenced by the claim of the next one; what it had copied is
             right, because all replicas have the same committed records.
@@ -29,6 +32,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from kmq.config.values import MIB
@@ -50,6 +54,10 @@ FILES = ("router.ckpt", "producers.ckpt", "deletions", "format", "gateway.starts
 NAMED = ("dropped.log", "quarantine/log")  # they explain what the WAL lacks, so they go up with its rows
 _FILES_S = 3600.0
 _DELETE_S = 3600.0  # between a drop and the deletion: a reader may have planned with the row
+_SWEEP_S, _SWEEP_FIRST_S = 86_400.0, 3600.0  # between two looks at all names; the first one is no part of a start
+_NAMES_AT_ONCE = 10_000  # of a turn: the WAL does not wait for a whole look
+_KINDS = ("wal", "tables", "files")
+_MADE_BY = re.compile(r"[0-9-]+\.(\d+)\.[0-9a-f]{8}(?:\.log\.gz)?")
 _FULL_KEY = re.compile(r"[0-9a-f]{32}/")
 
 
@@ -171,6 +179,9 @@ class Copier:
         self._epoch = 0  # of the claim, in a shard
         self._files_at = -_FILES_S  # monotonic: when all files went up last
         self._dropped_at: dict[str, float] = {}
+        self.missing: list[str] = []  # rows whose object was not there at the last look at all names
+        self._sweep: Sweep | None = None
+        self._sweep_at = time.monotonic() + _SWEEP_FIRST_S
 
     @property
     def copied(self) -> int:
@@ -183,7 +194,7 @@ class Copier:
         """Read all commits and claim the lineage. Raises FencedError, AheadError, RefusedError, DamagedError,
         FollowsError, StoreError; then nothing was written except the probe.
         """
-        leadership, self.is_claimed = self._options.leadership, False
+        leadership, self.is_claimed, self._sweep = self._options.leadership, False, None
         self._epoch = leadership.check() if leadership is not None else 0
         probe(self.store, self.lineage)
         state = self.commits.read()
@@ -218,6 +229,7 @@ class Copier:
         if self._options.copies_wal:
             self._copy_all()
         self._delete_dropped()
+        self._look_at_names()
         self.commits.write_state()
         cursor = f"{self.commits.state.number} {self.lineage}\n"
         replace_file(f"{self.data}/{DIRECTORY}/cursor", cursor.encode())
@@ -390,6 +402,59 @@ class Copier:
         if due:
             self.store.delete([full_key(self.lineage, key) for key in due if not _FULL_KEY.match(key)])
             self._commit(*(line("gone", key) for key in due))
+
+    def _look_at_names(self) -> None:
+        """Go on with a look at all names, or begin one each day."""
+        if self._sweep is None:
+            if time.monotonic() < self._sweep_at:
+                return
+            self._sweep = Sweep(self.store, self.lineage, self.commits.state)
+        try:
+            orphans, is_over = self._sweep.part(self.commits.state, _NAMES_AT_ONCE)
+            self.store.delete(orphans)
+        except StoreError:
+            self._sweep, self._sweep_at = None, time.monotonic() + _SWEEP_FIRST_S  # what it did not see is not missing
+            raise
+        self._options.progress(0)
+        if orphans:
+            self._log.info("tier_orphans_deleted", count=len(orphans), first=orphans[0])
+        if is_over:
+            self.missing = self._sweep.missing(self.commits.state)
+            for key in self.missing[:10]:
+                self._log.error("tier_object_missing", key=key, effect="what only it has cannot be restored")
+            self._sweep, self._sweep_at = None, time.monotonic() + _SWEEP_S
+
+
+class Sweep:
+    """A look at the names of all objects of a lineage, in parts."""
+
+    def __init__(self, store: Store, lineage: str, state: TierState) -> None:
+        self._lineage, self._claim = lineage, state.claim.number if state.claim else 0
+        self._unseen = self._named(state)  # what is made later is not looked for
+        prefixes = (f"{lineage}/{kind}" for kind in _KINDS)
+        self._names = (key for prefix in prefixes for key in store.names(prefix))
+
+    def _named(self, state: TierState) -> set[str]:
+        return {full_key(self._lineage, row.values["key"]) for row in state.rows()}
+
+    def part(self, state: TierState, count: int) -> tuple[list[str], bool]:
+        """Look at the next `count` names. Return the orphans among them, and whether these were the last ones."""
+        names = list(islice(self._names, count))
+        self._unseen.difference_update(names)
+        known = self._named(state) | {full_key(self._lineage, key) for key in state.dropped}
+        made_by = ((key, _claim_of(key)) for key in names if key not in known)
+        return [key for key, claim in made_by if claim is not None and claim < self._claim], len(names) < count
+
+    def missing(self, state: TierState) -> list[str]:
+        """Return the keys of rows in force that had no name. Objects of another lineage are not looked for."""
+        return sorted(key for key in self._unseen & self._named(state) if key.startswith(f"{self._lineage}/"))
+
+
+def _claim_of(key: str) -> int | None:
+    """Return the number of the claim whose process made this object; None if the key is no object's."""
+    _, kind, *names = key.split("/")
+    found = _MADE_BY.fullmatch(names[0] if kind == "files" else names[-1])
+    return int(found[1]) if found else None
 
 
 def _seconds(micros: int) -> str:

@@ -16,6 +16,13 @@ from kmq.tier.turn import Copier
 STEPS, WALKS, MUTANT_WALKS = 40, 4, 40
 
 
+@pytest.fixture(autouse=True)
+def swept(monkeypatch):
+    """Each turn looks at all names."""
+    for name in ("_SWEEP_FIRST_S", "_SWEEP_S"):
+        monkeypatch.setattr(turn_module, name, 0.0)
+
+
 def walk(path, seed, store=None):
     world = World(path, random.Random(seed), store)
     for _ in range(STEPS):

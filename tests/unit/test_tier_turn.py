@@ -282,6 +282,92 @@ def test_a_wal_that_went_before_it_was_copied_leaves_a_hole_that_is_named(tmp_pa
     assert state(place, data).wal_end == 501
 
 
+# --- all names -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def daily(monkeypatch):
+    monkeypatch.setattr(turn_module, "_SWEEP_FIRST_S", 0.0)
+
+
+def left_by_a_kill(data, place):
+    """Objects of a process that was killed before its commits, and the key of one of them."""
+    before = set(place.names(""))
+    for kind in ("wal", "files", "tables"):
+        place.plan = ["", "", "", "lost"]  # two of the probe, the claim, the object
+        with pytest.raises(StoreError):
+            copier(data, place).turn()
+        claim = state(place, data).claim.number
+        names = {"wal": f"1-9.{claim}.0123abcd.log.gz", "files": f"7.{claim}.0123abcd/router.ckpt"}
+        name = names.get(kind, f"x.9.0123abcd/1/0/9.{claim}.0123abcd.log.gz")
+        place.create(full_key(Path(data, "lineage").read_text().strip(), f"{kind}/{name}"), b"left")
+    return {key for key in set(place.names("")) - before if "/commits/" not in key}
+
+
+def test_what_no_commit_names_goes_and_what_one_names_stays(data, place, daily):
+    left = left_by_a_kill(data, place)
+    lineage = Path(data, "lineage").read_text().strip()
+    others = {f"{lineage}/wal/readme", f"{lineage}/wal/1-9.x.0123abcd.log.gz", f"{'f' * 32}/wal/1-9.1.0123abcd.log.gz"}
+    for key in others:
+        place.create(key, b"not ours")
+    copying = copier(data, place)
+    copying.turn()
+    names = set(place.names(""))
+    assert len(left) == 3 and not left & names and others <= names
+    assert wal_of(place, data) == local_wal(data) and not copying.missing
+
+
+def test_a_process_that_was_overtaken_deletes_nothing_of_the_next_one(data, place, daily):
+    """It does not know of the next claim yet; the next process has made an object, and no commit of it."""
+    old, new = copier(data, place), copier(data, place)
+    old.claim()
+    new.claim()
+    key = full_key(new.lineage, f"{new._key('wal/1-9')}.log.gz")
+    place.create(key, b"made before its commit")
+    old._look_at_names()
+    assert key in set(place.names(""))
+
+
+def test_all_names_are_looked_at_in_parts_and_a_missing_object_is_said_while_the_copy_goes_on(
+    tmp_path, place, daily, monkeypatch
+):
+    made = write_data(tmp_path / "data", LINES, closed=False)
+    data = tmp_path / "data"
+    copier(data, place, object_bytes=1 << 15).turn()
+    victim = next(Path(place.root).glob("*/wal/*"))
+    victim.unlink()
+    monkeypatch.setattr(turn_module, "_NAMES_AT_ONCE", 3)
+    copying = copier(data, place, object_bytes=1 << 15)
+    turns = 0
+    while not copying.missing:
+        append(made, [b"orders|0|1|later"])
+        copying.turn()
+        turns += 1
+        assert turns < 50
+    assert turns > 1 and [key.rpartition("/")[2] for key in copying.missing] == [victim.name]
+    assert copying.copied == wal.last_stored(str(data))[0]
+    made[0].close()
+    made[1].close()
+
+
+def test_what_a_broken_list_did_not_show_is_not_missing(data, place, daily, monkeypatch):
+    copier(data, place, object_bytes=1 << 15).turn()
+    real = LyingStore.names
+
+    def names(store, prefix, after=""):
+        yield from itertools.islice(real(store, prefix, after), 2 if "/wal" in prefix else None)
+        if "/wal" in prefix:
+            raise StoreError("the connection ended")
+
+    copying = copier(data, place)
+    monkeypatch.setattr(LyingStore, "names", names)
+    with pytest.raises(StoreError):
+        copying.turn()
+    monkeypatch.setattr(LyingStore, "names", real)
+    copying.turn()
+    assert copying.missing == []
+
+
 def test_the_rate_holds_up_small_files_only_and_says_that_it_is_at_work(data, place, monkeypatch):
     """The lines of the WAL go up with what explains their holes, at once, however large that is."""
     Path(data, "quarantine").mkdir(exist_ok=True)
