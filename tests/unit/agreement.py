@@ -247,7 +247,11 @@ def policy_lets_in_whom_it_should(documents: list[Document]) -> Iterator[str]:
             named_out: list[list[int]] = [[]] * is_shard + [[53, 8500, 8501]] * (is_shard or AGENT in processes(pod))
             named_out += [[53, 443]] * (TIER in processes(pod))
             peers = [rule.get("to") for rule in spec.get("egress", []) if not rule.get("ports")]
-            if sorted(spec["policyTypes"]) != ["Egress", "Ingress"] or out != named_out or peers != [shard] * is_shard:
+            if (
+                sorted(spec["policyTypes"]) != ["Egress", "Ingress"]
+                or sorted(out) != sorted(named_out)
+                or peers != [shard] * is_shard
+            ):
                 yield "the broker may call out"
 
 

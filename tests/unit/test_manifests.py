@@ -46,6 +46,7 @@ BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for 
 BESIDE += ["Deployment+ship", "StatefulSet+ship", "StatefulSet+ship+sidecar"]
 FLEETS = ["base+fleet", "base+monitoring+tls+client-ca+tokens+fleet", "base+fleet+monitoring+tokens"]
 SHARDS = ["base+shard", "base+monitoring+tokens+shard", "base+tls+shard", "base+monitoring+tls+client-ca+tokens+shard"]
+SHARDS += ["base+tier+shard"]
 BROKERS = [*("+".join(("base", *each)) for each in COMBINATIONS), *FLEETS, *SHARDS, "base+tls+tokens+repair"]
 RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *BROKERS, *BESIDE]
 # Native sidecars; and a rule of podFailurePolicy may be about exit codes alone, says the schema of that version first.
@@ -691,6 +692,16 @@ def test_an_overlay_names_its_cluster_and_the_agent_alone_knows_consul(render):
     found = {c["name"]: agreement.environment(documents, c) for c in containers(broker)}
     assert {env["KMQ_CLUSTER"] for env in found.values()} == {"dev"}
     assert [name for name, env in found.items() if "KMQ_CONSUL" in env] == ["agent"]
+
+
+def test_a_shard_with_a_copy_reaches_consul_and_the_store(render):
+    [policy] = [
+        each
+        for each in render("base+tier+shard")
+        if each["kind"] == "NetworkPolicy" and each["metadata"]["name"] == "kmq"
+    ]
+    ports = {port["port"] for rule in policy["spec"]["egress"] for port in rule.get("ports", ())}
+    assert {443, 8500, 53} <= ports and any("to" in rule for rule in policy["spec"]["egress"])
 
 
 def test_the_replicas_of_a_shard_are_on_nodes_of_their_own(render):
