@@ -24,6 +24,8 @@ from kmq.tier.restore import Restore, find_source
 from kmq.tier.store import StoreError, get, open_store
 from kmq.tier.turn import Copier, TurnOptions, full_key
 
+pytestmark = pytest.mark.sampled(0.4, group="file")  # none needs another: each run takes a part
+
 LINES = [b"orders.k%d|0|%d|%s" % (n % 5, n, b"x" * 200) for n in range(1, 101)]
 
 
