@@ -28,6 +28,7 @@ MARKED = {
         "needs a bucket": 1,
         "needs a broker with a copy": 1,
         "needs a broker with a copy that is gone": 1,
+        "needs a shard whose disks are gone; tests/contract/test_shard_copy.py runs it": 1,
     },
     "docs/performance.md": {"takes minutes, and what it prints depends on the machine": 1},
     "docs/spark-writing.md": {
