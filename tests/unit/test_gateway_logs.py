@@ -5,7 +5,9 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -410,6 +412,26 @@ def test_a_segment_that_retention_takes_is_read_to_its_end_and_no_further(large)
         assert slow.length > len(first) and slow.rest() == first
         _, headers, _ = get(broker, f"{ALL}?start={first.count(bytes([10]))}&max_bytes=1")
         assert int(headers["KMQ-First-Offset"]) == int(paths[2].stem)
+
+
+def test_a_range_whose_reader_leaves_is_closed_once_the_span_in_hand_is_found(large, monkeypatch):
+    """Python crashes where one thread closes a generator that another one runs."""
+    checked, begun, may_go_on = partitions._checked, threading.Event(), threading.Event()
+
+    def slowly(*arguments):
+        begun.set()
+        assert may_go_on.wait(PATIENCE_S)
+        return checked(*arguments)
+
+    monkeypatch.setattr(partitions, "_checked", slowly)
+    asked = partitions.Range(reader.partition(str(large), "t", 0), 0, 100)
+    with ThreadPoolExecutor() as threads:
+        taken = threads.submit(asked.take)
+        assert begun.wait(PATIENCE_S)
+        closed = threads.submit(asked.close)
+        may_go_on.set()
+        assert taken.result(PATIENCE_S).nbytes and closed.result(PATIENCE_S) is None
+    assert asked.take() is None
 
 
 def test_a_segment_that_was_replaced_is_not_sent_as_the_one_that_was_looked_at(large):

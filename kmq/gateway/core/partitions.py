@@ -89,13 +89,17 @@ class Range:
         self.length = sum(part.stop - part.begin for part in self._parts)
         self.reached = self.first_offset  # offset after the spans that were taken
         self._spans = self._check()
+        self._lock = threading.Lock()  # a request that is cancelled closes while a thread may be taking a span still
 
     def take(self) -> Span | None:
         """Return the next span; None at the end. Raises DamageError once all earlier good records are taken."""
-        return next(self._spans, None)
+        with self._lock:
+            return next(self._spans, None)
 
     def close(self) -> None:
-        self._spans.close()
+        """End the range, after a span that is being taken. Python 3.11 crashes if a generator is closed as it runs."""
+        with self._lock:
+            self._spans.close()
 
     # --- locating ----------------------------------------------------------------------------------------------------
 
