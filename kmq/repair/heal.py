@@ -27,7 +27,7 @@ from itertools import accumulate
 
 from kmq.errors import CorruptError
 from kmq.files import QUARANTINE, replace_file
-from kmq.log import checkpoint, dedupe_file, deletions, dropped, gaps, reader, segment, topics, wal
+from kmq.log import checkpoint, dedupe_file, deletions, dropped, gaps, reader, rows, segment, topics, wal
 from kmq.log.partition import EMPTY, PartitionState, directory_of
 from kmq.log.partition_recovery import find_gaps
 from kmq.log.reader import FoundRecord
@@ -191,7 +191,7 @@ class QueueHealer:
         row = self.directory.load_checkpoint()[1].get((self.topic.name, self.number))
         if self.gaps != self.log.gaps():
             gaps.write(self.log.directory, self.topic.from_seq, self.gaps)
-            self.rewriter.report(gaps.path_of(self.log.directory), "written again")
+            self.rewriter.report(rows.path_of(self.log.directory), "written again")
         self._make_front(row)
         self._make_after_gap(row)
         for at in range(len(self.rewriter.scans(self.log))):

@@ -21,6 +21,7 @@ from kmq.log import (
     identity,
     index,
     reader,
+    rows,
     segment,
     topics,
 )
@@ -89,9 +90,9 @@ def _of_identity(directory: DataDirectory) -> Iterator[Finding]:
 
 def _of_gaps(directory: DataDirectory) -> Iterator[Finding]:
     for topic, number in directory.queues():
-        name = f"topics/{topic}/{number}/{gaps.FILE}"
+        name = f"topics/{topic}/{number}/{rows.FILE}"
         if (content := directory.read(name)) and gaps.parse(content, f"{topic}/{number}") is None:
-            yield Finding.of_file(name, f"holds no gaps of {topic}/{number}")
+            yield Finding.of_file(name, f"does not say which gaps and rows {topic}/{number} has")
 
 
 def _of_topics(directory: DataDirectory) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from itertools import pairwise
 from kmq.config.values import MIB
 from kmq.errors import CorruptError
 from kmq.files import with_room
-from kmq.log import checkpoint, gaps, lost_index, reader, remnant, segment, wal
+from kmq.log import checkpoint, gaps, lost_index, reader, remnant, rows, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
 from kmq.log.gaps import Gaps
@@ -188,7 +188,7 @@ class Recovery:
         directory = directory_of(self._context.data, row.topic.name, row.number)
         found, is_lost = find_gaps(directory, segments, self._in_force.forks_of(row.topic.name))
         if is_lost:
-            path, life = gaps.path_of(directory), row.topic.from_seq
+            path, life = rows.path_of(directory), row.topic.from_seq
             with_room(path, self._context.wait_for_room, lambda: gaps.write(directory, life, found))
             self._context.logger.warn("gaps_restored", file=path, gaps=len(found))
         return found
