@@ -14,6 +14,8 @@ Live        Each call reads the directory again, and reads an open block again i
             line since the last call. A segment that retention deletes during a read is read to its end. A read that
             begins below `first_offset` returns records from `first_offset` on, and the offset that it returns says so.
             A segment that compaction swaps is read either as it was or as it is, never as a mixture.
+Rows        Of a partition, the records before the first segment may lie in the store (rows.py). They are read from what was
+            fetched in, as any segment; else NotHereError says which row is needed. Offsets, lookups and cuts know them.
 Gaps        A read that begins in a gap (gaps.py) returns the records after it. No result spans a gap.
 """
 
@@ -28,6 +30,7 @@ from kmq.log import gaps, segment
 from kmq.log.damage import DamageError
 from kmq.log.gaps import Gaps
 from kmq.log.index import IndexEntry, read_entries
+from kmq.log.rows import NotHereError
 from kmq.log.segment import RECV_TS, SEQ, CheckedLines, first_at, is_stored, last_line, within
 from kmq.log.segment_reader import READ_BYTES, UNKNOWN, LineStart, SegmentReader, Segments
 from kmq.message import record
@@ -49,15 +52,22 @@ def find(segments: Segments, target: int, field: int) -> FoundRecord | None:
     low, high = 0, len(segments)  # the segments before `low` begin before the target, those from `high` on do not
     while low < high:
         middle = (low + high) // 2
-        with segments.open(middle) as segment:
-            head = segment.stamp_at(0)
+        if row := segments.row(middle):
+            head: tuple[int, int] | None = (row.seqs[0], row.times[0])
+        else:
+            with segments.open(middle) as segment:
+                head = segment.stamp_at(0)
         if head is not None and head[field] < target:
             low = middle + 1
         else:
             high = middle
     for number in range(max(0, low - 1), len(segments)):
+        if (row := segments.row(number)) and (row.seqs[1], row.times[1])[field] < target:
+            continue
         with segments.open(number) as segment:
             found = _find_in(segment, target, field)
+            if found is not None and found.offset < segments.begin:
+                found = next(_hits(segment, segments.begin, target, field), (False, None))[1]
         if found is not None:
             return found
     return None
@@ -100,6 +110,12 @@ def cuts(segments: Segments, start: int, end: int, nbytes: int) -> list[int]:
         if segments.first(number) >= end:
             break
         if number + 1 < len(segments) and segments.first(number + 1) <= start:
+            continue
+        if row := segments.row(number):  # cut between objects, because nothing is known inside of them
+            if seen and seen + row.nbytes > nbytes:
+                offsets.append(row.base)
+                seen = 0
+            offset, seen = max(offset, row.base), seen + row.nbytes
             continue
         with contextlib.suppress(FileNotFoundError), segments.open(number) as segment:
             if seen >= nbytes:  # a cut is overdue since the last block of the segment before
@@ -203,24 +219,27 @@ class _Reached(namedtuple("_Reached", ("inode", "first", "start", "at"))):
 class LogReader:
     """A reader of the WAL (`by_seq`) or of one partition. No descriptor stays open between calls."""
 
-    def __init__(self, directory: str, by_seq: bool) -> None:
-        self.directory, self.by_seq = directory, by_seq
+    def __init__(self, directory: str, by_seq: bool, has_rows: bool = False) -> None:
+        """`has_rows`: read a partition with the rows before its segments."""
+        self.directory, self.by_seq, self.has_rows = directory, by_seq, has_rows
         # Where the last read ended, and where the end was last. A reader far behind the end needs both. With one
         # variable each call would overwrite the other's, and count all lines without an index again.
         self._last_read = self._last_end = _Reached(0, 0, UNKNOWN, 0)
 
     def _segments(self) -> Segments:
-        return Segments(self.directory, self.by_seq)
+        return Segments(self.directory, self.by_seq, self.has_rows)
 
     def segments(self) -> list[tuple[int, str]]:
-        """Return (first offset, path) of the segments, in order."""
+        """Return (first offset, path) of the segments of this disk, in order."""
         return segment.listing(self.directory)
 
     @property
     def first_offset(self) -> int:
         """Return the oldest offset of the log, or, if retention has deleted everything, the next one."""
-        segments = self.segments()
-        return segments[0][0] if segments else int(self.by_seq)
+        segments = self._segments()
+        if not len(segments):
+            return int(self.by_seq)
+        return segments.first_offset()
 
     def gaps(self) -> Gaps:
         """Return the gaps of a partition, in order; almost every partition has none."""
@@ -259,6 +278,7 @@ class LogReader:
         segments = self._segments()
         if not segments:
             return end
+        segments.with_rows(end - 1)
         with contextlib.suppress(FileNotFoundError), segments.open(segments.holding(end - 1)) as part:
             last = part.index.last(lambda entry: entry.offset < end)
             stop = last.entry.position if last else 0
@@ -320,14 +340,17 @@ class LogReader:
                 return self._read(self._segments(), offset, max_bytes)
 
     def _read(self, segments: Segments, offset: int, max_bytes: int) -> tuple[int, bytes]:
+        offset = max(offset, segments.with_rows(offset).begin)
         for number in range(segments.holding(offset), len(segments)):
-            offset = max(offset, segments.first(number))
+            offset, row = max(offset, segments.first(number)), segments.row(number)
+            if row is not None and offset >= row.next:
+                continue
             with segments.open(number) as part:
                 first, lines = self._read_segment(part, offset, max_bytes)
             if lines:
                 return first, lines
             if part.sealed and not self.by_seq:
-                following = segments.first(number + 1)
+                following = segments.first(number + 1) if row is None else row.next
                 if gaps.is_gap(self.gaps(), offset, following):
                     continue
                 raise part.damage(part.size, part.size, offset, following, "the log ends before the next segment")
@@ -385,15 +408,15 @@ class LogReader:
         segments = self._segments()
         if not segments:
             return
-        number = segments.holding(offset)
+        number = segments.with_rows(offset).holding(offset)
         if number + 1 < len(segments):
-            number = segments.holding(offset := gaps.passed(self.gaps(), offset))
-        with contextlib.suppress(FileNotFoundError, DamageError), segments.open(number) as part:
+            number = segments.holding(offset := gaps.passed(self.gaps(), max(offset, segments.begin)))
+        with contextlib.suppress(FileNotFoundError, DamageError, NotHereError), segments.open(number) as part:
             yield from read_extents(part, max(offset, part.first), end, nbytes)
 
     def cuts(self, start: int, end: int, nbytes: int) -> list[int]:
         """Return the offsets that cut the records start…end-1 into runs of about `nbytes`, at ends of blocks."""
-        return cuts(self._segments(), start, end, nbytes)
+        return cuts(self._segments().with_rows(start), start, end, nbytes)
 
     # --- lookups -----------------------------------------------------------------------------------------------------
 
@@ -407,6 +430,8 @@ class LogReader:
 
     def _offset_of(self, target: int, field: int) -> int:
         end = self.end_offset()  # before the search, because a record that arrives during it must not be skipped
+        if (base := self._segments().with_rows().row_from(target, field)) is not None:
+            return base
         found = self.find(target, field)
         return found.offset if found else end
 
@@ -414,7 +439,7 @@ class LogReader:
         """Return the first record whose SEQ or RECV_TS is at least `target`; None if there is none."""
         while True:
             with contextlib.suppress(FileNotFoundError):  # retention has just deleted it
-                return find(self._segments(), target, field)
+                return find(self._segments().with_rows(), target, field)
 
 
 def wal(data: str) -> LogReader:
@@ -424,6 +449,11 @@ def wal(data: str) -> LogReader:
 
 def partition(data: str, topic: str, partition: int) -> LogReader:
     """Return a reader of one partition of a topic."""
+    return LogReader(f"{data}/topics/{topic}/{partition}", by_seq=False, has_rows=True)
+
+
+def local(data: str, topic: str, partition: int) -> LogReader:
+    """Return a reader of what this disk has of one partition of a topic."""
     return LogReader(f"{data}/topics/{topic}/{partition}", by_seq=False)
 
 

@@ -113,6 +113,14 @@ class TierFile:
         self.drop = ""  # the line of the last drop
         self.gaps: tuple[tuple[int, int], ...] = ()
 
+    def copy(self) -> "TierFile":
+        """Return one that can be changed, because others may hold this one."""
+        made = TierFile(self.head, self.log, self.life)
+        for name in self.__slots__:
+            setattr(made, name, getattr(self, name))
+        made.rows = [*self.rows]
+        return made
+
     def take(self, line: str) -> bool:
         """Take a line into account. Return False if it is damaged, of another log, or does not follow."""
         self.count += 1
@@ -154,8 +162,10 @@ class TierFile:
         return all(a[1] <= b[0] for a, b in pairwise(self.gaps))
 
     def follows(self, base: int) -> bool:
-        """Return True if a row that begins with `base` follows the rows that there are."""
-        return self.end is None or base == self.end or (self.end, base) in self.gaps
+        """Return True if a row that begins with `base` follows the rows that there are. A drop may end inside of it."""
+        if self.end is None or base == self.end or (self.end, base) in self.gaps:
+            return True
+        return not self.rows and base <= self.end == self.before
 
     def cold(self, local: int) -> list[TierRow]:
         """Return the rows that readers need, given the first local offset: [] if a hole lies between."""
@@ -174,11 +184,8 @@ class TierFile:
         """Return the file's content with what is in force only."""
         where = f"{self.log} life={self.life}"
         lines = [self.head, *(f"0 gap {where} from={first} to={to} why=fork" for first, to in self.gaps)]
-        dropped = [self.drop] if self.drop else []
-        is_ahead = bool(dropped) and bool(self.rows) and self.rows[0].base < self.before
-        lines += [] if is_ahead else dropped
+        lines += [self.drop] if self.drop else []
         lines += [f"{row.commit} add {where} {row.text()}" for row in self.rows]
-        lines += dropped if is_ahead else []
         lines += [f"start {self.start}"] if self.start else []
         return "".join(f"{line}\n" for line in lines).encode()
 
@@ -260,8 +267,7 @@ def append(directory: str, before: TierFile, lines: Sequence[str], is_new: bool)
     `before`: what it said; not changed. `is_new`: replace the file, because it is missing or damaged. It is also
     replaced if half of it would no longer be in force. Raises ValueError if a line does not follow.
     """
-    after = parse(before.text())
-    assert after is not None
+    after = before.copy()
     for line in lines:
         if not after.take(line):
             raise ValueError(f"{line[:200]!r}: does not follow")

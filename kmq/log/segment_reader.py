@@ -17,9 +17,10 @@ import zlib
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 
-from kmq.log import identity, segment
+from kmq.log import identity, rows, segment
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.log.index import BLOCK_BYTES, LABEL, MAX_LABEL, IndexEntry, label, parse_line, place_of, read_label
+from kmq.log.rows import NotHereError, TierRow
 from kmq.log.segment import CheckedLines, bad_line, last_line, seqs_of
 from kmq.message import record
 
@@ -415,10 +416,44 @@ class SegmentReader:
 
 
 class Segments:
-    """The segments of a log as they were listed, in order. They may be gone by the time they are opened."""
+    """The segments of a log as they were listed, in order. They may be gone by the time they are opened.
 
-    def __init__(self, directory: str, by_seq: bool) -> None:
-        self.by_seq, self.listed = by_seq, segment.listing(directory)
+    Before them lie the rows of the store (rows.py), if they were asked for: their segments are what was fetched in.
+    `begin`: no reader is shown a record before it.
+    """
+
+    def __init__(self, directory: str, by_seq: bool, has_rows: bool = False) -> None:
+        self.directory, self.by_seq = directory, by_seq
+        self.listed, has_tier = segment.look(directory)
+        self._has_tier = has_tier and has_rows
+        self._cold: list[TierRow] = []
+        self._life = self.begin = 0
+
+    def with_rows(self, offset: int = 0) -> "Segments":
+        """Put the rows before the segments if a reader of `offset` needs them. A reader of later records pays nothing."""
+        if self._has_tier and self.listed and offset < self.listed[0][0]:
+            found, local = rows.of(self.directory), self.listed[0][0]
+            self._cold, self._life, self.begin = found.cold(local), found.life, found.begin(local)
+            cached = [(row.base, rows.cached_path(self.directory, found.life, row)) for row in self._cold]
+            self.listed = [*cached, *self.listed]
+        return self
+
+    def first_offset(self) -> int:
+        """Return the offset at which the log begins for readers. Call it before `with_rows`, and not without a segment."""
+        local = self.listed[0][0]
+        return rows.of(self.directory).begin(local) if self._has_tier else local
+
+    def row_from(self, target: int, field: int) -> int | None:
+        """Return the offset of the first record whose stamp is at least `target`, if rows tell it: it begins one."""
+        for row in self._cold:
+            if (row.seqs[1], row.times[1])[field] >= target:
+                is_first = (row.seqs[0], row.times[0])[field] >= target and row.base >= self.begin
+                return row.base if is_first else None
+        return None
+
+    def row(self, number: int) -> TierRow | None:
+        """Return the row that a number stands for; None for a segment of this disk."""
+        return self._cold[number] if number < len(self._cold) else None
 
     def __len__(self) -> int:
         return len(self.listed)
@@ -432,5 +467,11 @@ class Segments:
         return max(0, sum(first <= offset for first, _ in self.listed) - 1)
 
     def open(self, number: int, owner: bool = False) -> SegmentReader:
+        """Open a segment. Raises NotHereError for a row that was not fetched in."""
         first, path = self.listed[number]
-        return SegmentReader(path, first, self.by_seq, number + 1 < len(self.listed), owner)
+        try:
+            return SegmentReader(path, first, self.by_seq, number + 1 < len(self.listed), owner)
+        except FileNotFoundError:
+            if (row := self.row(number)) is None:
+                raise
+            raise NotHereError(self.directory, self._life, row) from None

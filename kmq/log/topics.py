@@ -416,7 +416,7 @@ def check_growth(data: str, name: str, now: int, wanted: int) -> None:
 def has_keys(data: str, topic: str, partitions: int) -> bool:
     """Return True if some of the oldest and newest records of a topic have keys, or cannot be read."""
     for number in range(partitions):
-        log = reader.partition(data, topic, number)
+        log = reader.local(data, topic, number)
         try:
             starts = (log.first_offset, max(log.first_offset, log.end_offset() - _SAMPLE))
             lines = [line for start in starts for line in log.read(start)[1].split(b"\n") if line]

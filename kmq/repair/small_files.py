@@ -263,7 +263,7 @@ def _partitioner_of(data: str, name: str, text: str, partitions: int, grown: Gro
 
 
 def _first_lines(data: str, name: str, number: int) -> list[bytes]:
-    log = reader.partition(data, name, number)
+    log = reader.local(data, name, number)
     try:
         return [line for line in log.read(log.first_offset, _EVIDENCE)[1].split(b"\n") if line]
     except DamageError:
@@ -272,7 +272,7 @@ def _first_lines(data: str, name: str, number: int) -> list[bytes]:
 
 def _first_seq(data: str, name: str, partitions: int) -> int:
     try:
-        heads = [reader.partition(data, name, number).find(0, SEQ) for number in range(partitions)]
+        heads = [reader.local(data, name, number).find(0, SEQ) for number in range(partitions)]
     except DamageError:
         return 1
     return min([record.seq_of(head.line) for head in heads if head], default=1)

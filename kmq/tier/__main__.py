@@ -21,16 +21,18 @@ from kmq.broker.data_directory import open_page
 from kmq.broker.stats import STATES, TIER, TIER_PROBLEMS, StatsPage
 from kmq.broker.supervisor import run_beside
 from kmq.config.settings import Settings, load
+from kmq.config.states import InForce
 from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError
 from kmq.files import replace_file, sync_file
 from kmq.links.ownership import FileLock, describe
 from kmq.log import reader, wal
 from kmq.log.damage import DamageError
+from kmq.log.segment import Limits
 from kmq.logfmt import Logger
-from kmq.tier.commits import DamagedError, FencedError, StaleError
+from kmq.tier.commits import AheadError, DamagedError, FencedError, StaleError
 from kmq.tier.objects import ObjectError
 from kmq.tier.store import RefusedError, StoreError, open_store
-from kmq.tier.turn import DIRECTORY, AheadError, Copier, TurnOptions
+from kmq.tier.turn import DIRECTORY, Copier, TurnOptions
 
 _NICE = 10  # idle priority would starve on a full machine, and with it the promise of a minute
 _LOOK_S = 60.0  # between two looks while it may not write, and the longest pause while the store is away
@@ -45,6 +47,7 @@ class CopyProcess:
 
     def __init__(self, settings: Settings, page: StatsPage, log: Logger) -> None:
         self._settings, self._page, self._row, self._log = settings, page, page.rows[TIER], log
+        self._in_force = InForce(settings)
         self._copier: Copier | None = None
         self._stopping = threading.Event()
         self._progress_at = time.monotonic()
@@ -80,7 +83,8 @@ class CopyProcess:
             self._progress_at, self._is_at_work = time.monotonic(), True
             wait = self._settings.tier_every
             try:
-                self._turn()
+                if self._turn():
+                    wait = 0.0
                 pause = _PAUSE_S
                 self._say("")
             except StaleError:
@@ -102,12 +106,18 @@ class CopyProcess:
             self._is_at_work = False
             self._stopping.wait(wait)
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """Make a turn; return True if the next one is due at once."""
         settings = self._settings
         if self._copier is None:
-            options = TurnOptions(settings.tier_object, settings.tier_rate, self._durable, self._progressed)
+            rates = settings.tier_object, settings.tier_rate
+            options = TurnOptions(*rates, self._durable, self._progressed, self._limits, settings.tier_every)
             self._copier = Copier(settings.data, open_store(settings.tier), self._log, options)
-        self._copier.turn()
+        return self._copier.turn()
+
+    def _limits(self) -> Limits:
+        self._in_force.changed()
+        return Limits.of(self._in_force.settings)
 
     def _durable(self) -> int:
         """Return the last seq on disk. Where KMQ_FSYNC does not sync each commit, this process syncs."""

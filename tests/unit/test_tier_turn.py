@@ -16,9 +16,9 @@ from kmq.log import dedupe_file, reader, wal
 from kmq.log.wal import Wal
 from kmq.router.queues import Queues
 from kmq.tier import turn as turn_module
-from kmq.tier.commits import CommitLog, DamagedError, FencedError
+from kmq.tier.commits import AheadError, CommitLog, DamagedError, FencedError
 from kmq.tier.store import StoreError, get
-from kmq.tier.turn import AheadError, Copier, TurnOptions, full_key
+from kmq.tier.turn import Copier, TurnOptions, full_key
 
 LINES = [b"orders.k%d|0|%d|%s" % (n % 5, n, b"x" * 400) for n in range(1, 501)]
 
