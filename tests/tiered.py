@@ -116,3 +116,15 @@ class TieredBroker:
 
 def lines(count: int, begin: int = 0, size: int = 100, topic: bytes = b"t") -> list[bytes]:
     return [b"%b|1|%d|%b" % (topic, n, b"%d" % n * (size // len(str(n)))) for n in range(begin, begin + count)]
+
+
+def cold_broker(path: Path, count: int = 400, partitions: int = 1, object_bytes: int = 8192) -> TieredBroker:
+    """A broker of `count` messages, most of which lie in the store alone."""
+    limits = Limits(segment_bytes=4096, tier="on", local_retention_bytes=3 * 4096)
+    made = TieredBroker(path, limits, object_bytes, partitions)
+    made.send(*lines(count))
+    made.turn()
+    made.tick()
+    assert made.rows()[0][0] == 0 and made.local()[0] > 0 and made.begin() == 0
+    made.stop()
+    return made

@@ -365,7 +365,7 @@ class Settings:
     tier_topics: str = _setting(
         "KMQ_TIER_TOPICS",
         "off",
-        kind.one_of("off"),
+        kind.one_of("off", "on"),
         "on: old records of topics go to KMQ_TIER, except where a topic says tier=off",
     )
 
@@ -522,6 +522,8 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
         _check_shard(settings)
     if settings.tier and settings.shard:
         raise ConfigError(f"KMQ_TIER={settings.tier}: a shard has no such copy yet; its replicas are the copies")
+    if settings.tier_topics == "on" and settings.shard:
+        raise ConfigError("KMQ_TIER_TOPICS=on: old records of a shard's topics do not go to KMQ_TIER yet")
     if settings.tier_cache < 4 * settings.tier_object:
         raise ConfigError(f"KMQ_TIER_CACHE={settings.tier_cache}: must hold four objects of KMQ_TIER_OBJECT")
     if settings.intakes:

@@ -110,6 +110,7 @@ class Gateway:
             self.requests,
             self.core.partitions,
             self.core.fetching.damaged.note,
+            self.core.cold,
         )
         self.redelivery = Redelivery(self.groups, self.core)
         self.kmq = KmqV1(self.core, self.groups, self.calls, streams, self.redelivery)

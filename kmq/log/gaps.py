@@ -23,7 +23,6 @@ Not covered A segment before a gap that loses its end together with `tier`: the 
 """
 
 import os
-import re
 from collections import namedtuple
 from collections.abc import Sequence
 
@@ -34,9 +33,6 @@ from kmq.log.rows import FILE
 NAME = "restored"
 COPY = "topics/.restored"
 INTERNAL = "__"  # topics with such names have no gaps
-
-_HEAD = re.compile(r"kmq-tier 1 lineage=([0-9a-f]*) log=([^ ]+) life=(\d{1,19})")
-
 
 # --- forks -----------------------------------------------------------------------------------------------------------
 
@@ -125,14 +121,11 @@ def write(directory: str, life: int, found: Sequence[Gap]) -> None:
 
 
 def relabel(path: str, lineage: str) -> None:
-    """Put another lineage into the first line of a file `tier`."""
+    """Put another lineage into a file `tier`. Its rows name objects of the lineage before: by full keys from then on."""
     with open(path, "rb") as file:
-        head, newline, rest = file.read().partition(b"\n")
-    found = _HEAD.fullmatch(head.decode("ascii", errors="replace"))
-    if found is not None and found[1] != lineage:
-        replace_file(
-            path, head.replace(f"lineage={found[1]} ".encode(), f"lineage={lineage} ".encode(), 1), newline, rest
-        )
+        found = rows.parse(file.read())
+    if found is not None and found.lineage != lineage:
+        replace_file(path, found.relabelled(lineage).text())
 
 
 def name_records(data: str, lineage: str) -> None:

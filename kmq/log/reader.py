@@ -67,7 +67,7 @@ def find(segments: Segments, target: int, field: int) -> FoundRecord | None:
         with segments.open(number) as segment:
             found = _find_in(segment, target, field)
             if found is not None and found.offset < segments.begin:
-                found = next(_hits(segment, segments.begin, target, field), (False, None))[1]
+                found = next(_hits(segment, segments.begin, target, field, segments.begin), (False, None))[1]
         if found is not None:
             return found
     return None
@@ -87,12 +87,19 @@ def _find_in(segment: SegmentReader, target: int, field: int) -> FoundRecord | N
     return next(_hits(segment, segment.first, target, field), (False, None))[1]
 
 
-def _hits(segment: SegmentReader, start: int, target: int, field: int) -> Iterator[tuple[bool, FoundRecord]]:
-    """Yield (True if it is the first line read, record) for the first hit in each run of lines from `start` on."""
+def _hits(
+    segment: SegmentReader, start: int, target: int, field: int, least: int = 0
+) -> Iterator[tuple[bool, FoundRecord]]:
+    """Yield (True if it is the first line read, record) for the first hit in each run of lines from `start` on.
+
+    `least`: records before this offset are no hits.
+    """
     for number, checked in enumerate(segment.checked_lines(start)):
         lines = checked.lines.split(b"\n")[:-1]
         at = first_at(lines, target, field)
-        if at is not None:
+        if at is not None and checked.offset < least:
+            at = max(at, least - checked.offset)
+        if at is not None and at < len(lines):
             offset = record.seq_of(lines[at]) if segment.by_seq else checked.offset + at
             byte = checked.position + sum(map(len, lines[:at])) + at
             yield not number and not at, FoundRecord(offset, segment.path, byte, lines[at])
@@ -216,6 +223,30 @@ class _Reached(namedtuple("_Reached", ("inode", "first", "start", "at"))):
     __slots__ = ()
 
 
+NEVER = 1 << 63  # the end of the active segment
+
+
+class ListedSegment(namedtuple("ListedSegment", ("segments", "number", "end", "is_last"))):
+    """A segment or a row as it was listed. `end`: its end offset. `is_last`: no answer goes on after it."""
+
+    __slots__ = ()
+
+    @property
+    def first(self) -> int:
+        found: int = self.segments.first(self.number)
+        return found
+
+    @property
+    def path(self) -> str:
+        found: str = self.segments.listed[self.number][1]
+        return found
+
+    def open(self) -> SegmentReader:
+        """Open it. Raises FileNotFoundError, NotHereError, DamageError."""
+        found: SegmentReader = self.segments.open(self.number)
+        return found
+
+
 class LogReader:
     """A reader of the WAL (`by_seq`) or of one partition. No descriptor stays open between calls."""
 
@@ -240,6 +271,13 @@ class LogReader:
         if not len(segments):
             return int(self.by_seq)
         return segments.first_offset()
+
+    def last_cold(self) -> tuple[int, int] | None:
+        """Return (recv_ts of the last record in a row, first local offset); None without a row that readers need."""
+        segments = self._segments()
+        local = segments.first(0) if len(segments) else 0
+        row = segments.with_rows().last_row
+        return None if row is None else (row.times[1], local)
 
     def gaps(self) -> Gaps:
         """Return the gaps of a partition, in order; almost every partition has none."""
@@ -338,6 +376,24 @@ class LogReader:
         while True:
             with contextlib.suppress(FileNotFoundError):  # retention has just deleted it
                 return self._read(self._segments(), offset, max_bytes)
+
+    def listed(self, offset: int) -> tuple[int, list["ListedSegment"]]:
+        """Return the segments from the one with `offset` on, and the offset at which a reader of `offset` begins."""
+        segments = self._segments().with_rows(offset)
+        offset = max(offset, segments.begin)
+        if not len(segments):
+            return offset, []
+        numbers = range(segments.holding(offset), len(segments))
+        followers = [segments.first(number) for number in numbers[1:]]
+        ends = gaps.ends(followers, self.gaps()) if followers else []
+        found = []
+        for number, end, follower in zip(numbers, [*ends, NEVER], [*followers, NEVER], strict=False):
+            row = segments.row(number)
+            if row is None:
+                found.append(ListedSegment(segments, number, end, end < follower))
+            elif offset < row.next:
+                found.append(ListedSegment(segments, number, row.next, True))
+        return offset, found
 
     def _read(self, segments: Segments, offset: int, max_bytes: int) -> tuple[int, bytes]:
         offset = max(offset, segments.with_rows(offset).begin)

@@ -44,6 +44,7 @@ _ADD = re.compile(
 )
 _DROP = re.compile(r"before=(\d{1,19}) why=[a-z]+")
 _GAP = re.compile(r"from=(\d{1,19}) to=(\d{1,19}) why=[a-z]+")
+FULL_KEY = re.compile(r"[0-9a-f]{32}/")  # with the lineage in front: of an object of another lineage
 _START = re.compile(r"start (\d{1,19})")
 
 
@@ -120,6 +121,23 @@ class TierFile:
             setattr(made, name, getattr(self, name))
         made.rows = [*self.rows]
         return made
+
+    @property
+    def lineage(self) -> str:
+        return self.head.partition(" lineage=")[2].partition(" ")[0]
+
+    def relabelled(self, lineage: str) -> "TierFile":
+        """Return this file for another lineage. Its rows name objects of this lineage, so by full keys."""
+        made = self.copy()
+        made.head = self.head.replace(f"lineage={self.lineage} ", f"lineage={lineage} ", 1)
+        made.rows = [
+            row if FULL_KEY.match(row.key) else row._replace(key=f"{self.lineage}/{row.key}") for row in self.rows
+        ]
+        return made
+
+    def lines(self) -> list[str]:
+        """Return the lines of commits in force, each with the number of its commit: what another file needs to say so."""
+        return [line for line in self.text().decode().splitlines()[1:] if not _START.fullmatch(line)]
 
     def take(self, line: str) -> bool:
         """Take a line into account. Return False if it is damaged, of another log, or does not follow."""

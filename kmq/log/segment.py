@@ -220,8 +220,6 @@ class Limits:
         """Return these limits with some replaced, as in topic.toml. Raises ConfigError if one is unknown or invalid."""
         limits = Limits(*(getattr(self, name) for name in LIMITS))
         for name, text in texts.items():
-            if name in ("tier", *_LOCAL):
-                raise ConfigError(f"{name} = {text!r}: not before the gateway reads what lies in KMQ_TIER")
             if name not in LIMITS:
                 raise ConfigError(f"{name}: unknown limit; expected one of {', '.join(LIMITS)}")
             try:

@@ -451,6 +451,10 @@ class Segments:
                 return row.base if is_first else None
         return None
 
+    @property
+    def last_row(self) -> TierRow | None:
+        return self._cold[-1] if self._cold else None
+
     def row(self, number: int) -> TierRow | None:
         """Return the row that a number stands for; None for a segment of this disk."""
         return self._cold[number] if number < len(self._cold) else None
@@ -469,9 +473,14 @@ class Segments:
     def open(self, number: int, owner: bool = False) -> SegmentReader:
         """Open a segment. Raises NotHereError for a row that was not fetched in."""
         first, path = self.listed[number]
+        row = self.row(number)
         try:
-            return SegmentReader(path, first, self.by_seq, number + 1 < len(self.listed), owner)
+            found = SegmentReader(path, first, self.by_seq, number + 1 < len(self.listed), owner)
         except FileNotFoundError:
-            if (row := self.row(number)) is None:
+            if row is None:
                 raise
             raise NotHereError(self.directory, self._life, row) from None
+        if row is not None:
+            with contextlib.suppress(OSError):  # another user's: then it does not stay for longer
+                os.utime(os.path.dirname(path))
+        return found

@@ -27,7 +27,7 @@ from kmq.files import sync_file
 from kmq.log import checkpoint, deletions, identity, reader, topic_changes, topics
 from kmq.log.damage import DamageError
 from kmq.log.partition import PartitionLog
-from kmq.log.segment import LIMITS
+from kmq.log.segment import COMPACT, LIMITS
 from kmq.log.topic_changes import TopicChange
 from kmq.message import record
 from kmq.message.routing import Topic
@@ -228,6 +228,9 @@ class TopicChanges:
             text = topics.with_limits(file.read(), changes)
         declared = topics.parse(text)
         limits = self._in_force.default_limits.with_changes(declared.limits)
+        has_rows = any((found := self._tiering.of(name, n)) and found.rows for n in range(topic.partitions))
+        if limits.cleanup == COMPACT and has_rows:
+            raise ConfigError(f"topic {name!r}: cannot be compacted while old records lie in KMQ_TIER")
         self._context.replace(path, text.encode())
         self._in_force.set_limits(name, declared)
         for log in self._logs.of_topic(topic):

@@ -86,6 +86,11 @@ def line(verb: str, name: str = "", /, **values: object) -> CommitLine:
     return CommitLine(verb, name, {key: str(value) for key, value in values.items()})
 
 
+def numbered(texts: Sequence[str]) -> list[CommitLine]:
+    """Return the lines in texts that begin with the number of a commit."""
+    return [_parse_line(text.partition(" ")[2]) for text in texts]
+
+
 def _parse_line(text: str) -> CommitLine:
     """Return the line in a text. Raises ValueError if it is not one."""
     verb, *words = text.split(" ")
@@ -259,7 +264,7 @@ class TierState:
 
     def lines_of_logs(self) -> list[str]:
         """Return what is in force of all partitions, each line with the number of its commit."""
-        return [text for log in self.logs.values() for text in log.text().decode().splitlines()[1:]]
+        return [text for log in self.logs.values() for text in log.lines()]
 
     def encode(self) -> bytes:
         """Return the text of a state, from which `decode_state` makes an equal one."""

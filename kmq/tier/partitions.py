@@ -30,7 +30,7 @@ from kmq.log.segment import Limits, Segment
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.tier import objects
-from kmq.tier.commits import AheadError, CommitLine, TierState, line
+from kmq.tier.commits import AheadError, CommitLine, TierState, line, numbered
 from kmq.tier.objects import MEMBER_BYTES, Packed
 
 OUTBOX = "topics/.tiered"  # what is laid out for the router
@@ -93,7 +93,7 @@ class PartitionCopier:
             if topic not in of_topic:
                 of_topic[topic] = usual.with_changes(topics.read(self._data, topic).limits)
             each = TieredPartition(topic, number, lives[topic], at, of_topic[topic], state.logs)
-            if each.limits.is_tiered or each.log.end is not None:
+            if each.limits.is_tiered or each.log.end is not None or self._adopted(each):
                 found.append(each)
         return sorted(found, key=lambda each: each.log.last_seq)
 
@@ -101,6 +101,8 @@ class PartitionCopier:
 
     def copy(self, which: TieredPartition, needed_seq: int, now_s: float) -> Iterator[None]:
         """Copy what is due, and yield after each object. `needed_seq`: objects of the WAL up to it wait for the copy."""
+        if which.log.end is None and (lines := self._adopted(which)):
+            self._uploads.commit(*lines)
         while which.is_behind:
             try:
                 lines = self._next(which, needed_seq, now_s)
@@ -112,6 +114,14 @@ class PartitionCopier:
             self._damaged.pop(which.name, None)
             self._uploads.commit(*lines)
             yield
+
+    def _adopted(self, which: TieredPartition) -> list[CommitLine]:
+        """Return the rows of the file `tier` that no commit has: the directory was forked, and has a new lineage."""
+        try:
+            found = rows.of(directory_of(self._data, which.topic, which.number))
+        except DamageError:
+            return []
+        return numbered(found.lines()) if found.rows and found.life == which.life else []
 
     def _say_damaged(self, which: TieredPartition, err: DamageError) -> None:
         if self._damaged.get(which.name) != str(err):

@@ -22,7 +22,6 @@ Memory      One object as it is stored.
 """
 
 import os
-import re
 import socket
 import time
 import zlib
@@ -33,6 +32,7 @@ from kmq.config.values import MIB
 from kmq.files import replace_file
 from kmq.log import checkpoint, identity, passes, reader, topics, wal
 from kmq.log.damage import DamageError
+from kmq.log.rows import FULL_KEY
 from kmq.log.segment import Limits, last_line, within
 from kmq.logfmt import Logger
 from kmq.message import record
@@ -48,7 +48,6 @@ NAMED = ("dropped.log", "quarantine/log")  # they explain what the WAL lacks, so
 _FILES_S = 3600.0
 _TURNS = 5  # times KMQ_TIER_EVERY: after that a turn leaves the rest of the partitions to the next one
 _DELETE_S = 3600.0  # between a drop and the deletion: a reader may have planned with the row
-_FULL_KEY = re.compile(r"[0-9a-f]{32}/")
 
 
 class TurnOptions(NamedTuple):
@@ -67,7 +66,7 @@ class TurnOptions(NamedTuple):
 
 def full_key(lineage: str, key: str) -> str:
     """Return where an object lies. Rows name objects of another lineage by their full keys."""
-    return key if _FULL_KEY.match(key) else f"{lineage}/{key}"
+    return key if FULL_KEY.match(key) else f"{lineage}/{key}"
 
 
 class SmallFiles(NamedTuple):
@@ -378,7 +377,7 @@ class Copier:
         self._dropped_at = {key: self._dropped_at.get(key, now) for key in dropped}
         due = [key for key, since in self._dropped_at.items() if now - since >= _DELETE_S]
         if due:
-            self.store.delete([full_key(self.lineage, key) for key in due if not _FULL_KEY.match(key)])
+            self.store.delete([full_key(self.lineage, key) for key in due if not FULL_KEY.match(key)])
             self._commit(*(line("gone", key) for key in due))
 
 

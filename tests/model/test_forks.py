@@ -15,7 +15,7 @@ from forked import forked
 from made_up import no_room
 
 from kmq.links.layout import Block
-from kmq.log import dropped, gaps, identity, reader, rows
+from kmq.log import dropped, identity, reader, rows
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.message import record
