@@ -98,13 +98,22 @@ def parse_row(commit: int, text: str) -> TierRow | None:
     return TierRow(commit, base, following, (low, high), (since, until), *sizes, found[9], int(found[10]), found[11])
 
 
+class ColdPart(namedtuple("ColdPart", ("local", "rows", "nbytes"))):
+    """The rows below the first local offset, and their bytes there. Kept, because each read at the end asks for them."""
+
+    __slots__ = ()
+
+
 class TierFile:
     """What a file `tier` says. `rows`: in force, in order. `end`: where the next row begins; None without any row.
 
     `before`: of the last drop. `gaps`: pairs of offsets. `count`: lines of the file.
     """
 
-    __slots__ = ("before", "count", "drop", "end", "gaps", "head", "last_seq", "life", "log", "rows", "start")
+    __slots__ = (
+        *("before", "count", "drop", "end", "gaps", "head", "last_seq", "life", "log", "rows", "start"),
+        "_cold",
+    )
 
     def __init__(self, head: str, log: str, life: int) -> None:
         self.head, self.log, self.life = head, log, life
@@ -113,6 +122,7 @@ class TierFile:
         self.before = self.start = self.last_seq = self.count = 0
         self.drop = ""  # the line of the last drop
         self.gaps: tuple[tuple[int, int], ...] = ()
+        self._cold = ColdPart(-1, [], 0)  # what was asked for last
 
     def copy(self) -> "TierFile":
         """Return one that can be changed, because others may hold this one."""
@@ -142,6 +152,7 @@ class TierFile:
     def take(self, line: str) -> bool:
         """Take a line into account. Return False if it is damaged, of another log, or does not follow."""
         self.count += 1
+        self._cold = ColdPart(-1, [], 0)
         if start := _START.fullmatch(line):
             self.start = max(self.start, int(start[1]))
             return True
@@ -186,7 +197,24 @@ class TierFile:
         return not self.rows and base <= self.end == self.before
 
     def cold(self, local: int) -> list[TierRow]:
-        """Return the rows that readers need, given the first local offset: [] if a hole lies between."""
+        """Return the rows that readers need, given the first local offset: [] if a hole lies between. Do not change it."""
+        found: list[TierRow] = self._part(local).rows
+        return found
+
+    def cold_bytes(self, local: int) -> int:
+        """Return the bytes of lines that readers need of these rows, before the first local offset."""
+        nbytes: int = self._part(local).nbytes
+        return nbytes
+
+    def _part(self, local: int) -> "ColdPart":
+        part = self._cold
+        if part.local != local:
+            found = self._find_cold(local)
+            nbytes = nbytes_before(found, local) - nbytes_before(found[:1], self.start)
+            part = self._cold = ColdPart(local, found, nbytes)
+        return part
+
+    def _find_cold(self, local: int) -> list[TierRow]:
         if not self.rows or self.rows[0].base >= local or self.start >= local:
             return []
         found = [row for row in self.rows if row.base < local and row.next > self.start]

@@ -66,6 +66,7 @@ class Tiering:
         if found is None or topic is None or found.life != topic.from_seq:
             return None  # of a deleted topic
         if state is not None and len(state.gaps) > len(found.gaps):  # written by an append
+            found = self._files[name, number] = found.copy()
             found.gaps = tuple((gap.first, gap.to) for gap in state.gaps)
         return found
 
@@ -155,7 +156,7 @@ class Tiering:
         """Return where the partition begins by its total limits, and how many segments may go by them."""
         cold = found.cold(state.start)
         begin = found.begin(state.start)
-        total = rows.nbytes_before(cold, state.start) - rows.nbytes_before(cold[:1], begin) + state.size
+        total = found.cold_bytes(state.start) + state.size
         for row in cold:
             is_too_large = bool(limits.retention_bytes) and total > limits.retention_bytes
             if not (is_too_large or row.times[1] <= (now_s - limits.retention_age) * 1e6):

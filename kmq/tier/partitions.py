@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from kmq.config.values import FOREVER
 from kmq.files import make_directory, replace_file
 from kmq.log import deletions, gaps, identity, reader, rows, segment, topics
 from kmq.log.damage import DamageError
@@ -79,6 +80,8 @@ class PartitionCopier:
         self._data, self._limits, self._object_bytes = data, limits, object_bytes
         self._uploads, self._logger = uploads, logger
         self._damaged: dict[str, str] = {}  # by partition: what was said
+        self._idle: dict[str, object] = {}  # by partition: what was not due at the last look
+        self._waiting: dict[str, tuple[object, int]] = {}  # by partition: `waiting_seq`, and for what it holds
         self._compared: set[tuple[str, int]] = set()  # partitions whose last row says what the disk says
 
     def found(
@@ -103,6 +106,9 @@ class PartitionCopier:
         """Copy what is due, and yield after each object. `needed_seq`: objects of the WAL up to it wait for the copy."""
         if which.log.end is None and (lines := self._adopted(which)):
             self._uploads.commit(*lines)
+        seen = which.known.values(), which.log.end, needed_seq
+        if self._idle.get(which.name) == seen:
+            return
         while which.is_behind:
             try:
                 lines = self._next(which, needed_seq, now_s)
@@ -110,6 +116,8 @@ class PartitionCopier:
                 self._say_damaged(which, err)
                 return
             if not lines:
+                if which.limits.local_retention_age == FOREVER:  # else time alone makes a segment due
+                    self._idle[which.name] = seen
                 return
             self._damaged.pop(which.name, None)
             self._uploads.commit(*lines)
@@ -208,6 +216,13 @@ class PartitionCopier:
         """Return the seq of the first record that waits for its copy. Objects of the WAL from there on are needed."""
         if not which.is_behind:
             return identity.NEVER
+        seen = which.log.end, which.known.start
+        known = self._waiting.get(which.name)
+        if known is None or known[0] != seen:
+            known = self._waiting[which.name] = seen, self._first_waiting(which)
+        return known[1]
+
+    def _first_waiting(self, which: TieredPartition) -> int:
         log = reader.local(self._data, which.topic, which.number)
         segments = log.segments()
         try:
