@@ -238,7 +238,7 @@ class ListedSegment(namedtuple("ListedSegment", ("segments", "number", "end", "i
 
     @property
     def path(self) -> str:
-        found: str = self.segments.listed[self.number][1]
+        found: str = self.segments.path(self.number)
         return found
 
     def open(self) -> SegmentReader:
@@ -342,6 +342,10 @@ class LogReader:
             first, lines = self.read(offset, 1)
         except DamageError:
             return None
+        except NotHereError as err:
+            if (stamp := err.row.stamp_of(offset)) is None:
+                raise
+            return stamp
         return record.stamp(lines) if first == offset and lines.strip() else None
 
     def note_read(self, part: SegmentReader, start: LineStart) -> None:
@@ -377,23 +381,24 @@ class LogReader:
             with contextlib.suppress(FileNotFoundError):  # retention has just deleted it
                 return self._read(self._segments(), offset, max_bytes)
 
-    def listed(self, offset: int) -> tuple[int, list["ListedSegment"]]:
+    def listed(self, offset: int) -> tuple[int, Iterator["ListedSegment"]]:
         """Return the segments from the one with `offset` on, and the offset at which a reader of `offset` begins."""
         segments = self._segments().with_rows(offset)
         offset = max(offset, segments.begin)
-        if not len(segments):
-            return offset, []
-        numbers = range(segments.holding(offset), len(segments))
-        followers = [segments.first(number) for number in numbers[1:]]
+        return offset, self._listed(segments, offset)
+
+    def _listed(self, segments: Segments, offset: int) -> Iterator["ListedSegment"]:
+        number = segments.holding(offset) if len(segments) else 0
+        while (row := segments.row(number)) is not None:
+            if offset < row.next:
+                yield ListedSegment(segments, number, row.next, True)
+            number += 1
+        followers = [segments.first(later) for later in range(number + 1, len(segments))]
         ends = gaps.ends(followers, self.gaps()) if followers else []
-        found = []
-        for number, end, follower in zip(numbers, [*ends, NEVER], [*followers, NEVER], strict=False):
-            row = segments.row(number)
-            if row is None:
-                found.append(ListedSegment(segments, number, end, end < follower))
-            elif offset < row.next:
-                found.append(ListedSegment(segments, number, row.next, True))
-        return offset, found
+        for later, end, follower in zip(
+            range(number, len(segments)), [*ends, NEVER], [*followers, NEVER], strict=False
+        ):
+            yield ListedSegment(segments, later, end, end < follower)
 
     def _read(self, segments: Segments, offset: int, max_bytes: int) -> tuple[int, bytes]:
         offset = max(offset, segments.with_rows(offset).begin)

@@ -72,6 +72,11 @@ class TierRow(
 
     __slots__ = ()
 
+    def stamp_of(self, offset: int) -> tuple[int, int] | None:
+        """Return (seq, recv_ts) of a record that begins or ends the row; None for the others."""
+        stamps = {self.next - 1: (self.seqs[1], self.times[1]), self.base: (self.seqs[0], self.times[0])}
+        return stamps.get(offset)
+
     def text(self) -> str:
         """Return what follows `add <log> life=<life> `."""
         (low, high), (since, until) = self.seqs, self.times

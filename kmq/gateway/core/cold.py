@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from kmq.errors import ConfigError, KmqError
 from kmq.gateway.core.broker import RequestRefused
@@ -24,9 +25,9 @@ from kmq.log import rows, segment
 from kmq.log.damage import DamageError
 from kmq.log.rows import NotHereError
 from kmq.logfmt import Logger
-from kmq.tier.cache import TierCache
-from kmq.tier.objects import ObjectError
-from kmq.tier.store import MissingError, open_store
+
+if TYPE_CHECKING:  # a gateway without cold reads does not load the tier
+    from kmq.tier.cache import TierCache
 
 WAIT_S = 20.0  # longest wait of a request that must answer
 _THREADS = 2
@@ -134,6 +135,9 @@ class ColdReads:
         running.add_done_callback(lambda done: self._done(found, done))
 
     def _work(self, err: NotHereError) -> None:
+        from kmq.tier.cache import TierCache
+        from kmq.tier.store import open_store
+
         if not self._url:
             raise ConfigError("KMQ_TIER is not set, so nothing can be fetched from there")
         if self._cache is None:
@@ -143,6 +147,9 @@ class ColdReads:
     def _done(self, found: ColdObject, done: "asyncio.Future[None]") -> None:
         if done.cancelled():
             return
+        from kmq.tier.objects import ObjectError
+        from kmq.tier.store import MissingError
+
         err = done.exception()
         if err is None:
             self.fetched += 1
