@@ -40,6 +40,7 @@ class Tiering:
         """`states`: of all partitions."""
         self._context, self._in_force, self._states = context, in_force, states
         self._files: dict[tuple[str, int], TierFile] = {}
+        self._is_writing = False  # a file, which may wait for room
 
     def load(self, topic: Topic, number: int) -> TierFile | None:
         """Read the file of a partition, at a start. Return it if it has rows."""
@@ -119,9 +120,15 @@ class Tiering:
             before = rows.empty(lineage_of(self._context.data), f"{topic.name}/{number}", topic.from_seq)
             before.gaps = tuple((gap.first, gap.to) for gap in self._states[at].gaps)
         base = before
-        found = with_room(
-            rows.path_of(directory), self._context.wait_for_room, lambda: rows.append(directory, base, lines, is_new)
-        )
+        self._is_writing = True
+        try:
+            found = with_room(
+                rows.path_of(directory),
+                self._context.wait_for_room,
+                lambda: rows.append(directory, base, lines, is_new),
+            )
+        finally:
+            self._is_writing = False
         assert isinstance(found, TierFile)
         self._files[at] = found
         return found
@@ -145,6 +152,8 @@ class Tiering:
         found = self.of(*at)
         if found is None:
             return limits.expired(state.sealed, state.active_bytes, now_s, most)
+        if self._is_writing:  # room is made for this file itself: its start cannot move now
+            return self._due_here(found, state, limits, now_s, most) if limits.is_tiered else 0
         start, count = self._due_in_all(found, state, limits, now_s, most)
         if start > found.begin(state.start):
             self.set_start(*at, start)

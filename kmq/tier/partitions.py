@@ -286,7 +286,8 @@ class PartitionCopier:
             if each.log.end == end and each.log.before <= before:
                 continue
             where = f"{each.name} life={each.life}"
-            lines = [each.log.drop] if each.log.before > before else []
+            lines = [text for text in each.log.lines() if " gap " in text]
+            lines += [each.log.drop] if each.log.before > before else []
             lines += [f"{row.commit} add {where} {row.text()}" for row in each.log.rows if row.next > end]
             head = rows.empty(identity.lineage(self._data), each.name, each.life).head
             make_directory(f"{self._data}/{OUTBOX}")
