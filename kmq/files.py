@@ -330,6 +330,11 @@ def signature(path: str) -> Signature:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
+def signatures(paths: Sequence[str]) -> Signature:
+    """Return one value for several files."""
+    return tuple(value for path in paths for value in signature(path))
+
+
 def is_settled(directory: Signature) -> bool:
     """Return True if the next change of a directory gives it another mtime. Call before reading its list."""
     return time.time_ns() - directory[1] > _TICK_NS

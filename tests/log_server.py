@@ -18,6 +18,7 @@ from kmq.config.settings import STAGES, load
 from kmq.gateway.access import HttpAccess
 from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Fetching
 from kmq.gateway.groups.membership import Groups
@@ -100,8 +101,8 @@ class _Thread:
         made: list[logs.LogCalls] = []
         original = logs.LogCalls
 
-        def make(broker: Broker) -> logs.LogCalls:
-            made.append(original(broker))
+        def make(broker: Broker, cold: ColdReads) -> logs.LogCalls:
+            made.append(original(broker, cold))
             return made[0]
 
         logs.LogCalls = make  # type: ignore[assignment,misc]

@@ -71,13 +71,16 @@ def status(as_json: _Json = False) -> None:
             print(f"{name:12} {value}")
 
 
-@tier_app.command("ls", epilog=examples("kmq tier ls", "kmq tier ls --json"))
-def list_objects(as_json: _Json = False) -> None:
-    """List the objects in force: the WAL, whole tables, small files."""
+@tier_app.command("ls", epilog=examples("kmq tier ls", "kmq tier ls orders", "kmq tier ls --json"))
+def list_objects(
+    topic: Annotated[str, typer.Argument(help="Only those of this topic.")] = "", as_json: _Json = False
+) -> None:
+    """List the objects in force: the WAL, old records of topics, whole tables, small files."""
     from rich.console import Console
 
     _, _, commits = _open()
-    rows = [_shown(commits.lineage, each) for each in commits.state.rows()]
+    found = [each for each in commits.state.rows() if topic in ("", each.name.rpartition("/")[0])]
+    rows = [_shown(commits.lineage, each) for each in found]
     if as_json:
         print(json.dumps(rows))
         return
@@ -91,6 +94,8 @@ def list_objects(as_json: _Json = False) -> None:
 def _shown(lineage: str, row: CommitLine) -> dict[str, Any]:
     values = row.values
     first, last = values.get("first", values.get("base", "")), values.get("last", values.get("end", ""))
+    if row.verb == "add":
+        last = str(row.number("next") - 1)
     sizes = {"bytes": row.number("bytes"), "size": row.number("size")}
     what = " ".join(filter(None, [row.verb, row.name]))
     return {"what": what, "from": first, "to": last, **sizes, "key": full_key(lineage, values["key"])}

@@ -33,7 +33,7 @@ topics_app = typer.Typer(
 
 _ADOPT_S = 5.0  # longest wait for the router to adopt a declaration or to carry out a request
 _POLL_S = 0.02
-_ENV = {row.attribute: row.env for row in SETTINGS}
+_ENV = {row.attribute: row.env for row in SETTINGS if row.attribute != "tier"} | {"tier": "KMQ_TIER_TOPICS"}
 _BYTES = ((" GiB", 1 << 30), (" MiB", 1 << 20), (" KiB", 1 << 10), (" B", 1))
 _AGES = (("d", 86400.0), ("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001))
 _NAME = typer.Argument(help="A topic; see kmq topics list.")
@@ -115,6 +115,7 @@ def create(
         return
     open_data(settings.data, known_id(settings), settings.shard)
     _require_leader(settings)
+    topics.check_tier(settings.data, name, limits, limits, bool(settings.shard))
     topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
     if not _wait(lambda: topics.read(settings.data, name).from_seq is not None, lambda: status.collect(settings).ready):
         _print_created(name, partitions, None, f"declared in {os.path.abspath(settings.data)}, ")
@@ -244,9 +245,22 @@ def set_limits(
     if asked:
         since = "in force" if _set(settings, name, asked) else "in force when the router has adopted it"
         print(f"topic {name}: {' '.join(limits)}, {since}")
+        if asked.get("tier") == "on":
+            _say_what_stays(settings, name)
     if partitions is not None:
         since = ", in force" if _grow(settings, name, partitions) else " when the router has adopted it"
         print(f"topic {name}: {growth[0]}{since}")
+
+
+def _say_what_stays(settings: Settings, name: str) -> None:
+    """Say which limits are in force for a topic whose old records go to KMQ_TIER, and where each comes from."""
+    found = describe(settings, name)["limits"]
+    for what, limits in (("deleted for good", "retention"), ("deleted from the disk", "local_retention")):
+        rows = [(limit, found[limit]) for limit in (f"{limits}_age", f"{limits}_bytes")]
+        said = ", ".join(f"{limit} {_text(limit, row['value'])} ({row['from']})" for limit, row in rows)
+        print(f"{what} by: {said}")
+    if not settings.tier:
+        print("KMQ_TIER is not set: nothing is copied, and so nothing leaves the disk, until it is")
 
 
 def _check_growth(settings: Settings, name: str, partitions: int, force: bool) -> None:
@@ -272,6 +286,7 @@ def _set(settings: Settings, name: str, asked: dict[str, str]) -> bool:
     topic_changes.apply(own, asked)
     Limits().with_changes(own)
     topics.check_letters(name, asked)
+    topics.check_tier(settings.data, name, asked, own, bool(settings.shard))
     request = topic_changes.submit(settings.data, topic_changes.SET, name, asked)
     if not _is_carried_out(settings, request):
         return False
@@ -394,6 +409,8 @@ def describe(settings: Settings, name: str) -> dict[str, Any]:
 def _source(limit: str, own: dict[str, str], limits: Limits) -> str:
     if limit in own:
         return "topic.toml"
+    if limit.startswith("local_"):
+        return f"as {limit.removeprefix('local_')}"
     if limit not in _ENV:
         return "default"
     is_table = limits.cleanup == "compact" and limit.startswith("retention")
@@ -403,7 +420,7 @@ def _source(limit: str, own: dict[str, str], limits: Limits) -> str:
 def _text(limit: str, value: str | float | None) -> str:
     """Return a limit as text, in the largest unit that fits without a rest."""
     if value is None:
-        return "none" if limit in ("retention_bytes", "max_deliveries") else "never"
+        return "none" if limit.endswith("retention_bytes") or limit == "max_deliveries" else "never"
     if isinstance(value, str) or limit == "max_deliveries":
         return str(value)
     units = _BYTES if limit.endswith("bytes") else _AGES

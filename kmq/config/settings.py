@@ -357,7 +357,19 @@ class Settings:
         "KMQ_TIER_RATE",
         "none",
         kind.LIMIT,
-        "maximum bytes of tables and small files that are copied to KMQ_TIER in a second; the WAL never waits",
+        "maximum bytes of topics, tables and small files that are copied to KMQ_TIER in a second; the WAL never waits",
+    )
+    tier_cache: int = _setting(
+        "KMQ_TIER_CACHE",
+        "1 GiB",
+        kind.CACHE,
+        "disk for old records that are fetched in from KMQ_TIER; at least four objects",
+    )
+    tier_topics: str = _setting(
+        "KMQ_TIER_TOPICS",
+        "off",
+        kind.one_of("off", "on"),
+        "on: old records of topics go to KMQ_TIER, except where a topic says tier=off",
     )
 
     texts: dict[str, str]  # each setting as it was given, by its environment name
@@ -511,6 +523,8 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
         )
     if settings.shard:
         _check_shard(settings)
+    if settings.tier_cache < 4 * settings.tier_object:
+        raise ConfigError(f"KMQ_TIER_CACHE={settings.tier_cache}: must hold four objects of KMQ_TIER_OBJECT")
     if settings.intakes:
         _check_intakes(settings)
     return settings

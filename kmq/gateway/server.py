@@ -94,7 +94,7 @@ class Gateway:
         self.doors = Doors(settings, self.strangers)
         self.calls = Calls(settings, self.strangers)
         streams = Streams(STREAMS)
-        self.bus = PodBus(settings, self.core.watermark, log, streams, self.core.answers)
+        self.bus = PodBus(settings, self.core.watermark, log, streams, self.core.answers, self.core.cold)
         self.offsets = OffsetStore(settings, self.core.watermark, log)
         self.groups = Groups(settings, self.offsets, self.core.partitions, log)
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log, self.groups.is_alive, self.groups.forgotten)
@@ -110,6 +110,7 @@ class Gateway:
             self.requests,
             self.core.partitions,
             self.core.fetching.damaged.note,
+            self.core.cold,
         )
         self.redelivery = Redelivery(self.groups, self.core)
         self.kmq = KmqV1(self.core, self.groups, self.calls, streams, self.redelivery)

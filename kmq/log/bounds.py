@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kmq.files import Signature, is_settled, signature
-from kmq.log import gaps, reader, segment, topics
+from kmq.files import Signature, is_settled, signature, signatures
+from kmq.log import gaps, reader, rows, segment, topics
 from kmq.log.gaps import Gaps
 from kmq.log.partition import directory_of
 from kmq.log.topics import Declaration
@@ -48,13 +48,18 @@ def measure(data: str, topic: str, partitions: int) -> list[PartitionSize]:
 # --- cached ----------------------------------------------------------------------------------------------------------
 
 
-def _active(directory: str) -> tuple[str, Signature] | None:
-    """Return the last segment of a partition, and its signature, which the next record or a roll changes."""
+def _active(directory: str) -> tuple[list[str], Signature] | None:
+    """Return the files that tell where a partition begins and ends, and their signature: a record, a roll or a row changes it.
+
+    These are its directory, its last segment, and the file `tier` if it has one.
+    """
     try:
         seen = signature(directory)
-        if not is_settled(seen) or not (segments := segment.listing(directory)):
+        segments, has_tier = segment.look(directory)
+        if not is_settled(seen) or not segments:
             return None
-        return segments[-1][1], seen + signature(segments[-1][1])
+        paths = [directory, segments[-1][1], *([rows.path_of(directory)] if has_tier else [])]
+        return paths, seen + signatures(paths[1:])
     except FileNotFoundError:
         return None
 
@@ -65,7 +70,8 @@ class Bounds:
     def __init__(self, data: str) -> None:
         self._data = data
         self._declared: dict[str, tuple[Signature, Declaration]] = {}
-        self._bounds: dict[str, tuple[str, Signature, tuple[int, int]]] = {}  # directory → segment, signature, offsets
+        # directory → files, their signature, offsets
+        self._bounds: dict[str, tuple[list[str], Signature, tuple[int, int]]] = {}
         self._gaps: dict[str, tuple[Signature, Gaps]] = {}  # directory → its signature, which a new gap changes
         # directory → signature and end offset, and the record before that end
         self._stamps: dict[str, tuple[tuple[Signature, int], tuple[int, int] | None]] = {}
@@ -116,7 +122,7 @@ class Bounds:
         cached = self._bounds.get(directory)
         if cached is not None:
             try:
-                if signature(directory) + signature(cached[0]) == cached[1]:
+                if signatures(cached[0]) == cached[1]:
                     return cached[2]
             except FileNotFoundError:
                 pass
@@ -148,7 +154,7 @@ class Bounds:
     def stamp(self, topic: str, partition: int, end: int) -> tuple[int, int] | None:
         """Return (seq, recv_ts) of the record before `end`, which `of` has returned; None if it is not known."""
         directory = directory_of(self._data, topic, partition)
-        _, seen, _ = self._bounds.get(directory, ("", (), ()))  # another thread may have replaced it
+        _, seen, _ = self._bounds.get(directory, ([], (), ()))  # another thread may have replaced it
         cached = self._stamps.get(directory)
         if not seen or cached is None or cached[0] != (seen, end):
             last = gaps.before(self.gaps(topic, partition), end) - 1

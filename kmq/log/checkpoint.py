@@ -47,12 +47,12 @@ from kmq.message.routing import CRC32, PARTITIONERS, Table, Topic
 Rows = dict[tuple[str, int], PartitionState]
 
 
-def load(data: str) -> tuple[int, Rows, dict[str, Since]]:
+def load(data: str, content: bytes | None = None) -> tuple[int, Rows, dict[str, Since]]:
     """Return (WAL seq, rows, since when each topic is in force); empty if there is no file.
 
-    Raises ValueError or LookupError if the file is damaged.
+    `content`: of the file, if it was read before. Raises ValueError or LookupError if the file is damaged.
     """
-    body = _read(data)
+    body = _read(data) if content is None else _checked(content)
     if not body:
         return 0, {}, {}
     lines = body.decode("ascii").splitlines()
@@ -99,6 +99,10 @@ def _read(data: str) -> bytes:
             content = file.read()
     except FileNotFoundError:
         return b""
+    return _checked(content)
+
+
+def _checked(content: bytes) -> bytes:
     body = content[: content.rfind(b"\n", 0, -1) + 1]
     if not body or content != b"%bcrc32|%d\n" % (body, zlib.crc32(body)):
         raise ValueError("its crc does not match")

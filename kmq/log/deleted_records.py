@@ -21,11 +21,12 @@ Memory     At most _MOST partitions, some numbers each.
 import contextlib
 from collections.abc import Callable
 
-from kmq.files import Signature, is_settled, signature
-from kmq.log import deletions, reader, segment, topics
+from kmq.files import Signature, is_settled, signature, signatures
+from kmq.log import deletions, reader, rows, segment, topics
 from kmq.log.damage import DamageError
 from kmq.log.deletions import Deleted
 from kmq.log.partition import directory_of
+from kmq.log.rows import NotHereError
 from kmq.log.segment import COMPACT, SEQ, within
 from kmq.log.topics import Declaration
 from kmq.message import record, routing
@@ -50,7 +51,7 @@ class DeletedRecords:
         self._declared: dict[str, tuple[Signature, Declaration]] = {}
         self._listed: Signature | None = None  # of the file `deletions`, when it was read
         self._deleted, self._lives, self._gone = Deleted([]), Lives(), Table()
-        self._beginnings: dict[str, tuple[Signature, _Beginning]] = {}  # by directory
+        self._beginnings: dict[str, tuple[list[str], Signature, _Beginning]] = {}  # by directory: files, signature
         self._seen: dict[str, _Queues] = {}  # topics in this turn
 
     def begin(self) -> None:
@@ -93,7 +94,7 @@ class DeletedRecords:
         """Return True if a partition has the record, or is damaged where it would be."""
         try:
             found = reader.partition(self._data, topic, number).find(seq, SEQ)
-        except DamageError:
+        except (DamageError, NotHereError):
             return True
         return found is not None and record.seq_of(found.line) == seq
 
@@ -140,14 +141,17 @@ class DeletedRecords:
         """Return how a partition begins; None if it is not there."""
         while True:
             try:
-                seen = signature(directory)
                 known = self._beginnings.get(directory)
-                if known is not None and known[0] == seen:
-                    return known[1]
-                segments = segment.listing(directory)
+                if known is not None and signatures(known[0]) == known[1]:
+                    return known[2]
+                seen = signature(directory)
+                segments, has_tier = segment.look(directory)
                 if not segments:
                     return None
                 first, path = segments[0]
+                paths = [directory, *([rows.path_of(directory)] if has_tier else [])]
+                tier_seen = signatures(paths[1:])
+                cold = rows.of(directory).cold(first) if has_tier else []
                 with open(path, "rb", buffering=0) as file:
                     head = file.read(_HEAD)
             except FileNotFoundError:
@@ -155,8 +159,10 @@ class DeletedRecords:
                     return None
                 continue  # the segment was deleted meanwhile
             found = first, record.stamp(head)[0], not head
+            if cold:
+                found = rows.of(directory).begin(first), cold[0].seqs[0], False
             if head and is_settled(seen):  # an empty one gets a record without a change of the directory
                 if len(self._beginnings) >= _MOST:
                     self._beginnings.clear()
-                self._beginnings[directory] = seen, found
+                self._beginnings[directory] = paths, seen + tier_seen, found
             return found

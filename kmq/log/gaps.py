@@ -3,7 +3,7 @@
     data/restored               one line per fork: the first seq after the copy, the first offset of later records
         21|1000000010|1795276288.490144|<id of the directory before>
         crc32|<crc32 of the lines above>
-    topics/orders/0/tier        the gaps of one partition, which has no such file otherwise
+    topics/orders/0/tier        the gaps of one partition, beside its rows (rows.py)
         kmq-tier 1 lineage=<hex> log=orders/0 life=7
         0 gap orders/0 life=7 from=10 to=1000000010 why=fork
 
@@ -23,22 +23,16 @@ Not covered A segment before a gap that loses its end together with `tier`: the 
 """
 
 import os
-import re
 from collections import namedtuple
 from collections.abc import Sequence
-from itertools import pairwise
 
 from kmq.files import replace_file
-from kmq.log import dropped, index, twins
+from kmq.log import dropped, index, rows, twins
+from kmq.log.rows import FILE
 
 NAME = "restored"
 COPY = "topics/.restored"
-FILE = "tier"  # in the directory of a partition
 INTERNAL = "__"  # topics with such names have no gaps
-
-_HEAD = re.compile(r"kmq-tier 1 lineage=([0-9a-f]*) log=([^ ]+) life=(\d{1,19})")
-_GAP = re.compile(r"\d{1,20} gap ([^ ]+) life=(\d{1,19}) from=(\d{1,19}) to=(\d{1,19}) why=[a-z]+")
-
 
 # --- forks -----------------------------------------------------------------------------------------------------------
 
@@ -103,59 +97,35 @@ def of_wal(data: str) -> Gaps:
     return tuple(Gap(gone.first, gone.last + 1) for gone in dropped.read(data, "framed", True) if gone.first in starts)
 
 
-def path_of(directory: str) -> str:
-    return f"{directory}/{FILE}"
-
-
 def read(directory: str) -> Gaps:
     """Return the gaps of a partition, in order; () if it has none, or if a line of `tier` is damaged."""
-    try:
-        with open(path_of(directory), "rb") as file:
-            return parse(file.read(), label_of(directory)[0]) or ()
-    except FileNotFoundError:
-        return ()
+    content = rows.content_of(directory)
+    return () if content is None else parse(content, rows.label_of(directory)[0]) or ()
 
 
 def parse(content: bytes, log: str) -> Gaps | None:
     """Return the gaps in the content of `tier`; None if it is damaged, or of another partition than `log`."""
-    head, *lines = content.decode("ascii", errors="replace").split("\n")
-    label = _HEAD.fullmatch(head)
-    if label is None or label[2] != log or not lines or lines[-1]:
-        return None
-    found = []
-    for line in lines[:-1]:
-        row = _GAP.fullmatch(line)
-        if row is None or (row[1], row[2]) != (log, label[3]):
-            return None
-        found.append(Gap(int(row[3]), int(row[4])))
-    is_in_order = all(gap.first < gap.to for gap in found) and all(a.to <= b.first for a, b in pairwise(found))
-    return tuple(found) if is_in_order else None
-
-
-def label_of(directory: str) -> tuple[str, str]:
-    """Return (`<topic>/<partition>`, the data directory) of a partition's directory."""
-    topic_directory, number = os.path.split(os.path.abspath(directory))
-    topics, topic = os.path.split(topic_directory)
-    return f"{topic}/{number}", os.path.dirname(topics)
+    found = rows.parse(content, log)
+    return None if found is None else tuple(Gap(*pair) for pair in found.gaps)
 
 
 def write(directory: str, life: int, found: Sequence[Gap]) -> None:
-    """Replace `tier`; it is on disk when this returns."""
-    log, data = label_of(directory)
-    lines = [f"kmq-tier 1 lineage={index.lineage_of(data)} log={log} life={life}\n"]
-    lines += [f"0 gap {log} life={life} from={gap.first} to={gap.to} why=fork\n" for gap in found]
-    replace_file(path_of(directory), "".join(lines).encode())
+    """Put these gaps into `tier`, which keeps its rows; it is on disk when this returns."""
+    log, data = rows.label_of(directory)
+    content = rows.content_of(directory)
+    before = None if content is None else rows.parse(content, log)
+    if before is None or before.life != life:
+        before = rows.empty(index.lineage_of(data), log, life)
+    before.gaps = tuple((gap.first, gap.to) for gap in found)
+    replace_file(rows.path_of(directory), before.text())
 
 
 def relabel(path: str, lineage: str) -> None:
-    """Put another lineage into the first line of a file `tier`."""
+    """Put another lineage into a file `tier`. Its rows name objects of the lineage before: by full keys from then on."""
     with open(path, "rb") as file:
-        head, newline, rest = file.read().partition(b"\n")
-    found = _HEAD.fullmatch(head.decode("ascii", errors="replace"))
-    if found is not None and found[1] != lineage:
-        replace_file(
-            path, head.replace(f"lineage={found[1]} ".encode(), f"lineage={lineage} ".encode(), 1), newline, rest
-        )
+        found = rows.parse(file.read())
+    if found is not None and found.lineage != lineage:
+        replace_file(path, found.relabelled(lineage).text())
 
 
 def name_records(data: str, lineage: str) -> None:

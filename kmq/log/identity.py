@@ -23,7 +23,8 @@ docs/decisions/starts.md
 
 Version 5: the directory was put back from an older copy, and partitions have gaps (gaps.py). Releases without gaps would
 take them for lost records. `kmq tier fork` raises older versions to 5 first of all. While the file `forking` is there
-the command has not finished, and no process starts with the directory.
+the command has not finished, and no process starts with the directory. Or old records of partitions lie in KMQ_TIER
+(rows.py): releases without rows would begin where the disk begins. The router raises older versions with the first row.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ from kmq.files import FULL, replace_file, sync_directory
 LABELLED = 2  # indexes have labels, and keys may have marks
 ROUTED = 3  # topics may have another partitioner than crc32, or have grown
 STARTED = 4  # partitions may begin where a record says
-FORKED = 5  # partitions may have gaps
+FORKED = 5  # partitions may have gaps, or rows
 FORMAT = FORKED
 FORKING = "forking"  # the plan of a fork, until it is done (kmq/router/fork.py)
 RESTORING = "restoring"  # below a data directory that kmq restore has not finished (kmq/tier/restore.py)

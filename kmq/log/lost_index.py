@@ -141,7 +141,7 @@ def queue_contradiction(data: str, table: Table, line: bytes) -> str:
     topic = table.get(route.topic)
     if topic is None or topic.is_gone or dropped.without(seq, seq, dropped.read(data, "durable")) == []:
         return ""
-    log = reader.partition(data, topic.name, topic.partition_of(route, seq))
+    log = reader.local(data, topic.name, topic.partition_of(route, seq))
     try:
         found = log.find(seq, SEQ)
         others = found is not None and found.offset > log.first_offset

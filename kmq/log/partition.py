@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from kmq.errors import RetryError
 from kmq.files import AppendFile, Buffer, WaitForRoom, make_directory, point_symlink, with_room
-from kmq.log import gaps, reader, segment, wal
+from kmq.log import gaps, reader, rows, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.gaps import Forks, Gap, Gaps
 from kmq.log.index import IndexWriter, last_before, line_end
@@ -156,7 +156,7 @@ class PartitionLog:
         self._warn = warn
         path = self.path
         with_room(path, self._wait_for_room, lambda: make_directory(self._directory))
-        if self.state.gaps and not os.path.exists(gaps.path_of(self._directory)):
+        if self.state.gaps and not os.path.exists(rows.path_of(self._directory)):
             self._write_gaps(self.state.gaps)
         self._file = AppendFile(path, self._wait_for_room)
         expected = self.state.active_bytes
@@ -268,7 +268,7 @@ class PartitionLog:
             segment.remove([empty])
 
     def _write_gaps(self, found: Gaps) -> None:
-        path, life = gaps.path_of(self._directory), self._place.life
+        path, life = rows.path_of(self._directory), self._place.life
         with_room(path, self._wait_for_room, lambda: gaps.write(self._directory, life, found))
         self.state.gaps = found
 

@@ -14,6 +14,8 @@ Live        Each call reads the directory again, and reads an open block again i
             line since the last call. A segment that retention deletes during a read is read to its end. A read that
             begins below `first_offset` returns records from `first_offset` on, and the offset that it returns says so.
             A segment that compaction swaps is read either as it was or as it is, never as a mixture.
+Rows        Of a partition, the records before the first segment may lie in the store (rows.py). They are read from what was
+            fetched in, as any segment; else NotHereError says which row is needed. Offsets, lookups and cuts know them.
 Gaps        A read that begins in a gap (gaps.py) returns the records after it. No result spans a gap.
 """
 
@@ -28,6 +30,7 @@ from kmq.log import gaps, segment
 from kmq.log.damage import DamageError
 from kmq.log.gaps import Gaps
 from kmq.log.index import IndexEntry, read_entries
+from kmq.log.rows import NotHereError
 from kmq.log.segment import RECV_TS, SEQ, CheckedLines, first_at, is_stored, last_line, within
 from kmq.log.segment_reader import READ_BYTES, UNKNOWN, LineStart, SegmentReader, Segments
 from kmq.message import record
@@ -49,15 +52,22 @@ def find(segments: Segments, target: int, field: int) -> FoundRecord | None:
     low, high = 0, len(segments)  # the segments before `low` begin before the target, those from `high` on do not
     while low < high:
         middle = (low + high) // 2
-        with segments.open(middle) as segment:
-            head = segment.stamp_at(0)
+        if row := segments.row(middle):
+            head: tuple[int, int] | None = (row.seqs[0], row.times[0])
+        else:
+            with segments.open(middle) as segment:
+                head = segment.stamp_at(0)
         if head is not None and head[field] < target:
             low = middle + 1
         else:
             high = middle
     for number in range(max(0, low - 1), len(segments)):
+        if (row := segments.row(number)) and (row.seqs[1], row.times[1])[field] < target:
+            continue
         with segments.open(number) as segment:
             found = _find_in(segment, target, field)
+            if found is not None and found.offset < segments.begin:
+                found = next(_hits(segment, segments.begin, target, field, segments.begin), (False, None))[1]
         if found is not None:
             return found
     return None
@@ -77,12 +87,19 @@ def _find_in(segment: SegmentReader, target: int, field: int) -> FoundRecord | N
     return next(_hits(segment, segment.first, target, field), (False, None))[1]
 
 
-def _hits(segment: SegmentReader, start: int, target: int, field: int) -> Iterator[tuple[bool, FoundRecord]]:
-    """Yield (True if it is the first line read, record) for the first hit in each run of lines from `start` on."""
+def _hits(
+    segment: SegmentReader, start: int, target: int, field: int, least: int = 0
+) -> Iterator[tuple[bool, FoundRecord]]:
+    """Yield (True if it is the first line read, record) for the first hit in each run of lines from `start` on.
+
+    `least`: records before this offset are no hits.
+    """
     for number, checked in enumerate(segment.checked_lines(start)):
         lines = checked.lines.split(b"\n")[:-1]
         at = first_at(lines, target, field)
-        if at is not None:
+        if at is not None and checked.offset < least:
+            at = max(at, least - checked.offset)
+        if at is not None and at < len(lines):
             offset = record.seq_of(lines[at]) if segment.by_seq else checked.offset + at
             byte = checked.position + sum(map(len, lines[:at])) + at
             yield not number and not at, FoundRecord(offset, segment.path, byte, lines[at])
@@ -100,6 +117,12 @@ def cuts(segments: Segments, start: int, end: int, nbytes: int) -> list[int]:
         if segments.first(number) >= end:
             break
         if number + 1 < len(segments) and segments.first(number + 1) <= start:
+            continue
+        if row := segments.row(number):  # cut between objects, because nothing is known inside of them
+            if seen and seen + row.nbytes > nbytes:
+                offsets.append(row.base)
+                seen = 0
+            offset, seen = max(offset, row.base), seen + row.nbytes
             continue
         with contextlib.suppress(FileNotFoundError), segments.open(number) as segment:
             if seen >= nbytes:  # a cut is overdue since the last block of the segment before
@@ -200,27 +223,61 @@ class _Reached(namedtuple("_Reached", ("inode", "first", "start", "at"))):
     __slots__ = ()
 
 
+NEVER = 1 << 63  # the end of the active segment
+
+
+class ListedSegment(namedtuple("ListedSegment", ("segments", "number", "end", "is_last"))):
+    """A segment or a row as it was listed. `end`: its end offset. `is_last`: no answer goes on after it."""
+
+    __slots__ = ()
+
+    @property
+    def first(self) -> int:
+        found: int = self.segments.first(self.number)
+        return found
+
+    @property
+    def path(self) -> str:
+        found: str = self.segments.path(self.number)
+        return found
+
+    def open(self) -> SegmentReader:
+        """Open it. Raises FileNotFoundError, NotHereError, DamageError."""
+        found: SegmentReader = self.segments.open(self.number)
+        return found
+
+
 class LogReader:
     """A reader of the WAL (`by_seq`) or of one partition. No descriptor stays open between calls."""
 
-    def __init__(self, directory: str, by_seq: bool) -> None:
-        self.directory, self.by_seq = directory, by_seq
+    def __init__(self, directory: str, by_seq: bool, has_rows: bool = False) -> None:
+        """`has_rows`: read a partition with the rows before its segments."""
+        self.directory, self.by_seq, self.has_rows = directory, by_seq, has_rows
         # Where the last read ended, and where the end was last. A reader far behind the end needs both. With one
         # variable each call would overwrite the other's, and count all lines without an index again.
         self._last_read = self._last_end = _Reached(0, 0, UNKNOWN, 0)
 
     def _segments(self) -> Segments:
-        return Segments(self.directory, self.by_seq)
+        return Segments(self.directory, self.by_seq, self.has_rows)
 
     def segments(self) -> list[tuple[int, str]]:
-        """Return (first offset, path) of the segments, in order."""
+        """Return (first offset, path) of the segments of this disk, in order."""
         return segment.listing(self.directory)
 
     @property
     def first_offset(self) -> int:
         """Return the oldest offset of the log, or, if retention has deleted everything, the next one."""
-        segments = self.segments()
-        return segments[0][0] if segments else int(self.by_seq)
+        segments = self._segments()
+        if not len(segments):
+            return int(self.by_seq)
+        return segments.first_offset()
+
+    def last_cold(self) -> tuple[int, int] | None:
+        """Return (recv_ts of the last record in a row, first local offset); None without a row that readers need."""
+        segments = self._segments()
+        local = segments.first(0) if len(segments) else 0
+        row = segments.with_rows().last_row
+        return None if row is None else (row.times[1], local)
 
     def gaps(self) -> Gaps:
         """Return the gaps of a partition, in order; almost every partition has none."""
@@ -259,6 +316,7 @@ class LogReader:
         segments = self._segments()
         if not segments:
             return end
+        segments.with_rows(end - 1)
         with contextlib.suppress(FileNotFoundError), segments.open(segments.holding(end - 1)) as part:
             last = part.index.last(lambda entry: entry.offset < end)
             stop = last.entry.position if last else 0
@@ -284,6 +342,10 @@ class LogReader:
             first, lines = self.read(offset, 1)
         except DamageError:
             return None
+        except NotHereError as err:
+            if (stamp := err.row.stamp_of(offset)) is None:
+                raise
+            return stamp
         return record.stamp(lines) if first == offset and lines.strip() else None
 
     def note_read(self, part: SegmentReader, start: LineStart) -> None:
@@ -319,15 +381,37 @@ class LogReader:
             with contextlib.suppress(FileNotFoundError):  # retention has just deleted it
                 return self._read(self._segments(), offset, max_bytes)
 
+    def listed(self, offset: int) -> tuple[int, Iterator["ListedSegment"]]:
+        """Return the segments from the one with `offset` on, and the offset at which a reader of `offset` begins."""
+        segments = self._segments().with_rows(offset)
+        offset = max(offset, segments.begin)
+        return offset, self._listed(segments, offset)
+
+    def _listed(self, segments: Segments, offset: int) -> Iterator["ListedSegment"]:
+        number = segments.holding(offset) if len(segments) else 0
+        while (row := segments.row(number)) is not None:
+            if offset < row.next:
+                yield ListedSegment(segments, number, row.next, True)
+            number += 1
+        followers = [segments.first(later) for later in range(number + 1, len(segments))]
+        ends = gaps.ends(followers, self.gaps()) if followers else []
+        for later, end, follower in zip(
+            range(number, len(segments)), [*ends, NEVER], [*followers, NEVER], strict=False
+        ):
+            yield ListedSegment(segments, later, end, end < follower)
+
     def _read(self, segments: Segments, offset: int, max_bytes: int) -> tuple[int, bytes]:
+        offset = max(offset, segments.with_rows(offset).begin)
         for number in range(segments.holding(offset), len(segments)):
-            offset = max(offset, segments.first(number))
+            offset, row = max(offset, segments.first(number)), segments.row(number)
+            if row is not None and offset >= row.next:
+                continue
             with segments.open(number) as part:
                 first, lines = self._read_segment(part, offset, max_bytes)
             if lines:
                 return first, lines
             if part.sealed and not self.by_seq:
-                following = segments.first(number + 1)
+                following = segments.first(number + 1) if row is None else row.next
                 if gaps.is_gap(self.gaps(), offset, following):
                     continue
                 raise part.damage(part.size, part.size, offset, following, "the log ends before the next segment")
@@ -385,15 +469,15 @@ class LogReader:
         segments = self._segments()
         if not segments:
             return
-        number = segments.holding(offset)
+        number = segments.with_rows(offset).holding(offset)
         if number + 1 < len(segments):
-            number = segments.holding(offset := gaps.passed(self.gaps(), offset))
-        with contextlib.suppress(FileNotFoundError, DamageError), segments.open(number) as part:
+            number = segments.holding(offset := gaps.passed(self.gaps(), max(offset, segments.begin)))
+        with contextlib.suppress(FileNotFoundError, DamageError, NotHereError), segments.open(number) as part:
             yield from read_extents(part, max(offset, part.first), end, nbytes)
 
     def cuts(self, start: int, end: int, nbytes: int) -> list[int]:
         """Return the offsets that cut the records start…end-1 into runs of about `nbytes`, at ends of blocks."""
-        return cuts(self._segments(), start, end, nbytes)
+        return cuts(self._segments().with_rows(start), start, end, nbytes)
 
     # --- lookups -----------------------------------------------------------------------------------------------------
 
@@ -407,6 +491,8 @@ class LogReader:
 
     def _offset_of(self, target: int, field: int) -> int:
         end = self.end_offset()  # before the search, because a record that arrives during it must not be skipped
+        if (base := self._segments().with_rows().row_from(target, field)) is not None:
+            return base
         found = self.find(target, field)
         return found.offset if found else end
 
@@ -414,7 +500,7 @@ class LogReader:
         """Return the first record whose SEQ or RECV_TS is at least `target`; None if there is none."""
         while True:
             with contextlib.suppress(FileNotFoundError):  # retention has just deleted it
-                return find(self._segments(), target, field)
+                return find(self._segments().with_rows(), target, field)
 
 
 def wal(data: str) -> LogReader:
@@ -424,6 +510,11 @@ def wal(data: str) -> LogReader:
 
 def partition(data: str, topic: str, partition: int) -> LogReader:
     """Return a reader of one partition of a topic."""
+    return LogReader(f"{data}/topics/{topic}/{partition}", by_seq=False, has_rows=True)
+
+
+def local(data: str, topic: str, partition: int) -> LogReader:
+    """Return a reader of what this disk has of one partition of a topic."""
     return LogReader(f"{data}/topics/{topic}/{partition}", by_seq=False)
 
 

@@ -20,6 +20,7 @@ from kmq.config.values import FOREVER, GIB, parse_duration
 from kmq.errors import ConfigError
 from kmq.files import FULL, AppendFile, WaitForRoom, find_tail, sync_directory
 from kmq.log.index import IndexWriter
+from kmq.log.rows import FILE
 from kmq.message import record
 
 COMPACT = "compact"
@@ -27,7 +28,8 @@ DELETE_RETENTION_S = 86400.0
 CREATE_TIME, LOG_APPEND_TIME = "CreateTime", "LogAppendTime"
 _RETENTION = ("retention_age", "retention_bytes")
 _OF_GATEWAY = ("max_deliveries", "message_timestamp_type", "kafka_settings")
-LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup", "delete_retention", *_OF_GATEWAY)
+_LOCAL = ("local_retention_age", "local_retention_bytes")
+LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup", "delete_retention", *_OF_GATEWAY, "tier", *_LOCAL)
 
 
 KEPT = ".kept"  # suffix of a copy that is not in force yet
@@ -60,8 +62,13 @@ def listing(directory: str) -> list[tuple[int, str]]:
     A kept copy (remnant.py) counts as the first segment once its original is deleted, even before it has its name. So
     no reader finds its records twice, or misses them.
     """
-    found, kept = _found(directory)
-    return [*(each for each in kept if each < found[0]), *found] if kept and found else kept or found
+    return look(directory)[0]
+
+
+def look(directory: str) -> tuple[list[tuple[int, str]], bool]:
+    """Return what `listing` returns, and whether the partition has a file `tier` (rows.py)."""
+    found, kept, has_tier = _found(directory)
+    return [*(each for each in kept if each < found[0]), *found] if kept and found else kept or found, has_tier
 
 
 def copies(directory: str) -> list[str]:
@@ -69,14 +76,16 @@ def copies(directory: str) -> list[str]:
     return [path for _, path in _found(directory)[1]]
 
 
-def _found(directory: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Return (first record, path) of the files named as segments, and of those named as copies. Ignore other files."""
+def _found(directory: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]], bool]:
+    """Return (first record, path) of the files named as segments, and of those named as copies; and if `tier` is there."""
     try:
-        matches = list(filter(None, map(_NAME.fullmatch, os.listdir(directory))))
+        names = os.listdir(directory)
     except FileNotFoundError:
-        return [], []
+        return [], [], False
+    matches = list(filter(None, map(_NAME.fullmatch, names)))
     found = sorted((int(match[1]), f"{directory}/{match[0]}") for match in matches if not match[2])
-    return found, sorted((int(match[1]), f"{directory}/{match[0]}") for match in matches if match[2])
+    kept = sorted((int(match[1]), f"{directory}/{match[0]}") for match in matches if match[2])
+    return found, kept, FILE in names
 
 
 class Segment:
@@ -118,6 +127,12 @@ def _cleanup(text: str) -> str:
     return text
 
 
+def _tier(text: str) -> str:
+    if text not in ("on", "off"):
+        raise ValueError("must be on or off")
+    return text
+
+
 def _delete_retention(text: str) -> float:
     return FOREVER if text.strip().lower() == "never" else parse_duration(text)
 
@@ -149,7 +164,8 @@ def _kafka_settings(text: str) -> str:
 
 _PARSE = {row.attribute: row.parse for row in SETTINGS}
 _PARSE |= {"cleanup": _cleanup, "delete_retention": _delete_retention, "max_deliveries": _max_deliveries}
-_PARSE |= {"message_timestamp_type": _timestamp_type, "kafka_settings": _kafka_settings}
+_PARSE |= {"message_timestamp_type": _timestamp_type, "kafka_settings": _kafka_settings, "tier": _tier}
+_PARSE |= {f"local_{name}": _PARSE[name] for name in _RETENTION}
 
 
 class Limits:
@@ -161,7 +177,9 @@ class Limits:
     `max_deliveries`: a message that was nacked so often becomes a dead letter; 0: no limit.
     `message_timestamp_type`: which time Kafka's consumers see: producer_ts or recv_ts.
     `kafka_settings`: settings from Kafka's clients that have no effect here, as `name=value;name=value`. Only the
-    gateway uses the last three; the log ignores them.
+    gateway uses these three; the log ignores them.
+    `tier`: on, if old records go to KMQ_TIER. `local_retention_*`: what stays on the disk of them; as `retention_*`
+    unless a topic says so.
     """
 
     __slots__ = LIMITS
@@ -177,15 +195,26 @@ class Limits:
         max_deliveries: int = 0,
         message_timestamp_type: str = CREATE_TIME,
         kafka_settings: str = "",
+        tier: str = "off",
+        local_retention_age: float | None = None,
+        local_retention_bytes: int | None = None,
     ) -> None:
         self.segment_bytes, self.segment_age = segment_bytes, segment_age
         self.retention_age, self.retention_bytes = retention_age, retention_bytes
         self.cleanup, self.delete_retention, self.max_deliveries = cleanup, delete_retention, max_deliveries
-        self.message_timestamp_type, self.kafka_settings = message_timestamp_type, kafka_settings
+        self.message_timestamp_type, self.kafka_settings, self.tier = message_timestamp_type, kafka_settings, tier
+        self.local_retention_age = retention_age if local_retention_age is None else local_retention_age
+        self.local_retention_bytes = retention_bytes if local_retention_bytes is None else local_retention_bytes
 
     @classmethod
     def of(cls, settings: Settings) -> "Limits":
-        return cls(settings.segment_bytes, settings.segment_age, settings.retention_age, settings.retention_bytes)
+        of_segments = settings.segment_bytes, settings.segment_age, settings.retention_age, settings.retention_bytes
+        return cls(*of_segments, tier=settings.tier_topics)
+
+    @property
+    def is_tiered(self) -> bool:
+        """Return True if old records go to KMQ_TIER: never those of a table, whose offsets lie in files that change."""
+        return self.tier == "on" and self.cleanup != COMPACT
 
     def with_changes(self, texts: dict[str, str]) -> "Limits":
         """Return these limits with some replaced, as in topic.toml. Raises ConfigError if one is unknown or invalid."""
@@ -198,8 +227,13 @@ class Limits:
             except ValueError as err:
                 raise ConfigError(f"{name} = {text!r}: {err}") from None
         if limits.cleanup == COMPACT:
+            if texts.get("tier") == "on":
+                raise ConfigError("tier = 'on': not with cleanup=compact, whose records lie in files that change")
             for name in set(_RETENTION) - set(texts):
                 setattr(limits, name, getattr(Limits(), name))
+        for name, total in zip(_LOCAL, _RETENTION, strict=True):
+            if name not in texts and getattr(self, name) == getattr(self, total):
+                setattr(limits, name, getattr(limits, total))
         return limits
 
     def is_full(self, size: int, first_ts: int, next_ts: int) -> bool:
@@ -214,9 +248,20 @@ class Limits:
 
         `lacks_room`: the disk or the quota is full. Then a segment larger than `retention_bytes` is sealed too.
         """
-        if size >= self.segment_bytes or (lacks_room and self.retention_bytes and size > self.retention_bytes):
+        most = min(filter(None, self._each("bytes")), default=0)
+        if size >= self.segment_bytes or (lacks_room and most and size > most):
             return True
-        return size > 0 and self.retention_age != FOREVER and newest_ts() <= (now_s - self.retention_age) * 1e6
+        age = min(self._each("age"))
+        return size > 0 and age != FOREVER and newest_ts() <= (now_s - age) * 1e6
+
+    def _each(self, what: str) -> list[float]:
+        """Return the total limit, and the local one if old records go to KMQ_TIER."""
+        names = [f"retention_{what}", *([f"local_retention_{what}"] if self.is_tiered else [])]
+        return [getattr(self, name) for name in names]
+
+    def local(self) -> "Limits":
+        """Return these limits with the local ones as the only ones."""
+        return Limits(retention_age=self.local_retention_age, retention_bytes=self.local_retention_bytes)
 
     def expired(self, sealed: Sequence[Segment], active_bytes: int, now_s: float, most: int) -> int:
         """Return how many of the oldest sealed segments are due, at most `most`, because each is a file to be read.

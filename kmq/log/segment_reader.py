@@ -14,12 +14,14 @@ Live        The index is opened before the log: it may cover less than the log h
 import contextlib
 import os
 import zlib
+from bisect import bisect_left, bisect_right
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from kmq.log import identity, segment
+from kmq.log import identity, rows, segment
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.log.index import BLOCK_BYTES, LABEL, MAX_LABEL, IndexEntry, label, parse_line, place_of, read_label
+from kmq.log.rows import NotHereError, TierRow
 from kmq.log.segment import CheckedLines, bad_line, last_line, seqs_of
 from kmq.message import record
 
@@ -415,22 +417,76 @@ class SegmentReader:
 
 
 class Segments:
-    """The segments of a log as they were listed, in order. They may be gone by the time they are opened."""
+    """The segments of a log as they were listed, in order. They may be gone by the time they are opened.
 
-    def __init__(self, directory: str, by_seq: bool) -> None:
-        self.by_seq, self.listed = by_seq, segment.listing(directory)
+    Before them lie the rows of the store (rows.py), if they were asked for: their segments are what was fetched in.
+    `begin`: no reader is shown a record before it.
+    """
+
+    def __init__(self, directory: str, by_seq: bool, has_rows: bool = False) -> None:
+        self.directory, self.by_seq = directory, by_seq
+        self._local, has_tier = segment.look(directory)
+        self._has_tier = has_tier and has_rows
+        self._cold: Sequence[TierRow] = ()
+        self._life = self.begin = 0
+
+    def with_rows(self, offset: int = 0) -> "Segments":
+        """Put the rows before the segments if a reader of `offset` needs them. A reader of later records pays nothing."""
+        if self._has_tier and self._local and offset < self._local[0][0]:
+            found, local = rows.of(self.directory), self._local[0][0]
+            self._cold, self._life, self.begin = found.cold(local), found.life, found.begin(local)
+        return self
+
+    def first_offset(self) -> int:
+        """Return the offset at which the log begins for readers. Call it before `with_rows`, and not without a segment."""
+        local = self._local[0][0]
+        return rows.of(self.directory).begin(local) if self._has_tier else local
+
+    def row_from(self, target: int, field: int) -> int | None:
+        """Return the offset of the first record whose stamp is at least `target`, if rows tell it: it begins one."""
+        at = bisect_left(self._cold, target, key=lambda row: (row.seqs[1], row.times[1])[field])
+        row = self.row(at)
+        is_first = row is not None and (row.seqs[0], row.times[0])[field] >= target and row.base >= self.begin
+        return row.base if row is not None and is_first else None
+
+    @property
+    def last_row(self) -> TierRow | None:
+        return self._cold[-1] if self._cold else None
+
+    def row(self, number: int) -> TierRow | None:
+        """Return the row that a number stands for; None for a segment of this disk."""
+        return self._cold[number] if number < len(self._cold) else None
 
     def __len__(self) -> int:
-        return len(self.listed)
+        return len(self._cold) + len(self._local)
 
     def first(self, number: int) -> int:
         """Return the first record of a segment."""
-        return self.listed[number][0]
+        row = self.row(number)
+        return self._local[number - len(self._cold)][0] if row is None else row.base
+
+    def path(self, number: int) -> str:
+        row = self.row(number)
+        if row is None:
+            return self._local[number - len(self._cold)][1]
+        return rows.cached_path(self.directory, self._life, row)
 
     def holding(self, offset: int) -> int:
         """Return the number of the segment that holds `offset`; 0 if no segment does."""
-        return max(0, sum(first <= offset for first, _ in self.listed) - 1)
+        if self._cold and offset < self._local[0][0]:
+            return max(0, bisect_right(self._cold, offset, key=lambda row: row.base) - 1)
+        return max(0, len(self._cold) + sum(first <= offset for first, _ in self._local) - 1)
 
     def open(self, number: int, owner: bool = False) -> SegmentReader:
-        first, path = self.listed[number]
-        return SegmentReader(path, first, self.by_seq, number + 1 < len(self.listed), owner)
+        """Open a segment. Raises NotHereError for a row that was not fetched in."""
+        row, path = self.row(number), self.path(number)
+        try:
+            found = SegmentReader(path, self.first(number), self.by_seq, number + 1 < len(self), owner)
+        except FileNotFoundError:
+            if row is None:
+                raise
+            raise NotHereError(self.directory, self._life, row) from None
+        if row is not None:
+            with contextlib.suppress(OSError):  # another user's: then it does not stay for longer
+                os.utime(os.path.dirname(path))
+        return found

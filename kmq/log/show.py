@@ -36,7 +36,7 @@ def logs(data: str, what: str) -> list[tuple[str, LogReader]]:
     if number and not (number.isdigit() and int(number) < partitions):
         raise ConfigError(f"{what!r}: unknown partition; topic {topic} has 0 to {partitions - 1}")
     wanted = [int(number)] if number else range(partitions)
-    return [(f"{topic}/{each}", reader.partition(data, topic, each)) for each in wanted]
+    return [(f"{topic}/{each}", reader.local(data, topic, each)) for each in wanted]
 
 
 def single_log(data: str, what: str) -> LogReader:

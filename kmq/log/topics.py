@@ -11,6 +11,8 @@
     retention_bytes = "10 GiB"
     cleanup = "compact"              delete (default) or compact: only the latest record of each key has to stay
     delete_retention = "2d"          how long compaction keeps a tombstone; 1d without it
+    tier = "on"                      old records go to KMQ_TIER; off (default): not. local_retention_age and
+    local_retention_bytes = "1 GiB"  local_retention_bytes say what stays on the disk; as retention_* without them
     max_deliveries = 5               a message nacked so often becomes a dead letter; none (default): no limit
     message_timestamp_type = "LogAppendTime"    Kafka's consumers see recv_ts; CreateTime (default): producer_ts
     kafka_settings = "compression.type=lz4;flush.ms=1000"    set by Kafka's clients, returned to them, no effect
@@ -33,7 +35,7 @@ from itertools import pairwise
 
 from kmq.errors import ConfigError, CorruptError
 from kmq.files import replace_file, sync_directory
-from kmq.log import identity, reader, topic_changes
+from kmq.log import identity, reader, rows, topic_changes
 from kmq.log.damage import DamageError
 from kmq.log.deletions import Deleted
 from kmq.log.segment import COMPACT, LIMITS, Limits
@@ -391,6 +393,35 @@ def check_letters(name: str, limits: Mapping[str, str]) -> None:
         )
 
 
+def check_tier(data: str, name: str, asked: Mapping[str, str], own: Mapping[str, str], in_shard: bool) -> None:
+    """Raise ConfigError if old records of a topic cannot go to KMQ_TIER, or would be in a table. `own`: limits to be.
+
+    Called when a change is requested; the router refuses a table of rows, too.
+    """
+    if asked.get("tier") == "on" and in_shard:
+        raise ConfigError("tier: old records of a shard's topics do not go to KMQ_TIER yet")
+    Limits().with_changes({limit: text for limit, text in own.items() if limit in ("tier", "cleanup") and text})
+    if asked.get("cleanup") == COMPACT and has_rows(data, name):
+        raise ConfigError(
+            "cleanup: not compact while old records lie in KMQ_TIER; set tier=off, and wait until retention has dropped"
+            " them or delete them (kmq topics truncate)"
+        )
+
+
+def has_rows(data: str, name: str) -> bool:
+    """Return True if some records of a topic lie in KMQ_TIER, or it is not known."""
+    try:
+        return any(
+            rows.of(f"{data}/topics/{name}/{number}").rows
+            for number in os.listdir(f"{data}/topics/{name}")
+            if number.isdigit()
+        )
+    except FileNotFoundError:
+        return False
+    except DamageError:
+        return True
+
+
 def check_links(data: str, topic: Topic, is_new: bool = False) -> None:
     """Raise ConfigError if a symlink that a topic needs is there. `is_new`: even if it leads to this topic."""
     for link in topic.log_names():
@@ -416,7 +447,7 @@ def check_growth(data: str, name: str, now: int, wanted: int) -> None:
 def has_keys(data: str, topic: str, partitions: int) -> bool:
     """Return True if some of the oldest and newest records of a topic have keys, or cannot be read."""
     for number in range(partitions):
-        log = reader.partition(data, topic, number)
+        log = reader.local(data, topic, number)
         try:
             starts = (log.first_offset, max(log.first_offset, log.end_offset() - _SAMPLE))
             lines = [line for start in starts for line in log.read(start)[1].split(b"\n") if line]

@@ -78,7 +78,7 @@ class _QueueCursor:
     """How far a queue has been compared."""
 
     def __init__(self, data: str, at: At) -> None:
-        self.at, self.log = at, reader.partition(data, *at)
+        self.at, self.log = at, reader.local(data, *at)
         self.offset = self.log.first_offset
         self.first_seq = 0  # of its oldest record; 0: none was read yet
         self.next_seq = 0  # at most the seq of its next record

@@ -31,7 +31,7 @@ class DataDirectory:
         return reader.wal(self.data)
 
     def queue(self, at: At) -> reader.LogReader:
-        return reader.partition(self.data, *at)
+        return reader.local(self.data, *at)
 
     def logs(self) -> list[reader.LogReader]:
         """Return the WAL and all partition logs."""

@@ -27,7 +27,8 @@ from itertools import accumulate
 
 from kmq.errors import CorruptError
 from kmq.files import QUARANTINE, replace_file
-from kmq.log import checkpoint, dedupe_file, deletions, dropped, gaps, reader, segment, topics, wal
+from kmq.log import checkpoint, dedupe_file, deletions, dropped, gaps, reader, rows, segment, topics, wal
+from kmq.log.damage import DamageError
 from kmq.log.partition import EMPTY, PartitionState, directory_of
 from kmq.log.partition_recovery import find_gaps
 from kmq.log.reader import FoundRecord
@@ -41,6 +42,16 @@ from kmq.repair.directory import At, DataDirectory
 from kmq.repair.places import SegmentLocator
 from kmq.repair.rewriting import Healed, Line, Patch, Rewriter, ranges
 from kmq.repair.scan import Candidates, Records, Scan, ScannedBlock, confirmed_lines
+
+
+def _end_of_rows(directory: str) -> int:
+    """Return where the rows of a partition end; 0 without any."""
+    try:
+        found = rows.of(directory)
+    except DamageError:
+        return 0
+    return found.rows[-1].next if found.rows else 0
+
 
 # --- the WAL from the queues -----------------------------------------------------------------------------------------
 # A record is trusted if it lies in a block with a right crc, or if both copies are the same. So damaged parts of the
@@ -176,7 +187,7 @@ class QueueHealer:
     def __init__(self, directory: DataDirectory, rewriter: Rewriter, topic: str, number: int) -> None:
         self.directory, self.rewriter, self.data = directory, rewriter, directory.data
         self.number = number
-        self.log = reader.partition(self.data, topic, number)
+        self.log = reader.local(self.data, topic, number)
         self.table = topics.table(self.data)
         self.topic = self.table.get(topic.encode()) or Topic(topic, 1, 1)
         self.wal_first, self.wal_end = reader.first_seq(self.data), reader.wal(self.data).end_offset() - 1
@@ -191,7 +202,7 @@ class QueueHealer:
         row = self.directory.load_checkpoint()[1].get((self.topic.name, self.number))
         if self.gaps != self.log.gaps():
             gaps.write(self.log.directory, self.topic.from_seq, self.gaps)
-            self.rewriter.report(gaps.path_of(self.log.directory), "written again")
+            self.rewriter.report(rows.path_of(self.log.directory), "written again")
         self._make_front(row)
         self._make_after_gap(row)
         for at in range(len(self.rewriter.scans(self.log))):
@@ -211,6 +222,8 @@ class QueueHealer:
         start = row.start if row else self.begins if self.has_rest or not segments else segments[0][0]
         if not row and segments:
             start = max(start, min(checkpoint.highest(self._starts()), segments[0][0]))
+        if (end := _end_of_rows(self.log.directory)) and (segments or row):  # what rows have is not rebuilt
+            start = max(start, min(end, segments[0][0] if segments else row.end_offset if row else 0))
         if (segments and segments[0][0] > start) or (not segments and row and row.end_offset > start):
             replace_file(f"{directory_of(self.data, self.topic.name, self.number)}/{segment.name(start)}", b"")
 
@@ -438,7 +451,7 @@ def _settle(rewriter: Rewriter, progress: Callable[[int], None]) -> bool:
     misplaced, lost = list[Difference](), list[Difference]()
     kept: list[Difference] = []
     for at, differences in found.items():
-        log = reader.partition(rewriter.data, *at)
+        log = reader.local(rewriter.data, *at)
         in_doubt = [each for each in differences if each.kind in ("altered", "foreign")]
         begin, stop = log.first_offset, log.end_offset()
         if 2 * len(in_doubt) > stop - begin - gaps.count(log.gaps(), begin, stop):
@@ -484,7 +497,7 @@ def _keep_both(rewriter: Rewriter, differences: list[Difference]) -> None:
     renumbered: list[bytes] = []  # records that get a new seq
     edits = _Edits(list)
     for seq, _, topic, partition, _ in differences:
-        queued = reader.partition(rewriter.data, topic, partition).find(seq, SEQ)
+        queued = reader.local(rewriter.data, topic, partition).find(seq, SEQ)
         logged = wal_log.find(seq, SEQ)
         assert queued is not None  # it was read from there
         if logged is not None and _marked(logged.line, topic, partition) == queued.line:
@@ -511,7 +524,7 @@ def _keep_place(rewriter: Rewriter, differences: list[Difference]) -> tuple[set[
     for difference in differences:
         seq, _, topic, partition, _ = difference
         at = topic, partition
-        queued, logged = reader.partition(rewriter.data, *at).find(seq, SEQ), wal_log.find(seq, SEQ)
+        queued, logged = reader.local(rewriter.data, *at).find(seq, SEQ), wal_log.find(seq, SEQ)
         assert queued is not None and logged is not None  # they were compared
         line = _marked(queued.line, topic, partition)
         is_theirs = _queue_of(table, line) == at and record.routing_key_of(queued.line).startswith(topic.encode())
@@ -534,7 +547,7 @@ def _keep_place(rewriter: Rewriter, differences: list[Difference]) -> tuple[set[
 
 def _remove_doubles(rewriter: Rewriter, at: At, doubled: list[Difference]) -> set[int]:
     """Remove misplaced records from a queue; return the seqs of those that became records of their own."""
-    log = reader.partition(rewriter.data, *at)
+    log = reader.local(rewriter.data, *at)
     offsets, end = {each.offset for each in doubled}, log.end_offset()
     while end - 1 in offsets:
         end -= 1
@@ -573,7 +586,7 @@ def _send_again(rewriter: Rewriter, lost: list[Difference], copied: set[int]) ->
 
 def _is_in_its_queue(data: str, line: bytes) -> bool:
     at = _queue_of(topics.table(data), line)
-    found = reader.partition(data, *at).find(record.seq_of(line), SEQ) if at else None
+    found = reader.local(data, *at).find(record.seq_of(line), SEQ) if at else None
     return found is not None and found.line == line
 
 

@@ -21,6 +21,7 @@ from kmq.log import (
     identity,
     index,
     reader,
+    rows,
     segment,
     topics,
 )
@@ -89,9 +90,9 @@ def _of_identity(directory: DataDirectory) -> Iterator[Finding]:
 
 def _of_gaps(directory: DataDirectory) -> Iterator[Finding]:
     for topic, number in directory.queues():
-        name = f"topics/{topic}/{number}/{gaps.FILE}"
+        name = f"topics/{topic}/{number}/{rows.FILE}"
         if (content := directory.read(name)) and gaps.parse(content, f"{topic}/{number}") is None:
-            yield Finding.of_file(name, f"holds no gaps of {topic}/{number}")
+            yield Finding.of_file(name, f"does not say which gaps and rows {topic}/{number} has")
 
 
 def _of_topics(directory: DataDirectory) -> Iterator[Finding]:
@@ -262,7 +263,7 @@ def _partitioner_of(data: str, name: str, text: str, partitions: int, grown: Gro
 
 
 def _first_lines(data: str, name: str, number: int) -> list[bytes]:
-    log = reader.partition(data, name, number)
+    log = reader.local(data, name, number)
     try:
         return [line for line in log.read(log.first_offset, _EVIDENCE)[1].split(b"\n") if line]
     except DamageError:
@@ -271,7 +272,7 @@ def _first_lines(data: str, name: str, number: int) -> list[bytes]:
 
 def _first_seq(data: str, name: str, partitions: int) -> int:
     try:
-        heads = [reader.partition(data, name, number).find(0, SEQ) for number in range(partitions)]
+        heads = [reader.local(data, name, number).find(0, SEQ) for number in range(partitions)]
     except DamageError:
         return 1
     return min([record.seq_of(head.line) for head in heads if head], default=1)

@@ -99,7 +99,7 @@ class DirectoryLogs:
             if log not in self._logs:  # check the name, which a peer sent
                 raise WireError(f"{log!r} is no log of this broker")
             topic, _, number = log.partition("/")
-            self._reader = log, reader.partition(self._data, topic, int(number)) if number else reader.wal(self._data)
+            self._reader = log, reader.local(self._data, topic, int(number)) if number else reader.wal(self._data)
         return self._reader[1]
 
     def _read(self, wanted: LogRange) -> LogRange:

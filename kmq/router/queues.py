@@ -39,6 +39,7 @@ from kmq.router.in_force import Context, TopicsInForce
 from kmq.router.logs import MAX_OPEN, PartitionLogs
 from kmq.router.recovery import Checkpoints, Recovery
 from kmq.router.sorting import Sorter, Target
+from kmq.router.tiering import Tiering
 from kmq.router.topic_changes import TopicChanges
 
 # --- retention -------------------------------------------------------------------------------------------------------
@@ -59,9 +60,15 @@ class Retention:
     """Seals and deletes segments, by the limits of their topics or because a start offset was moved."""
 
     def __init__(
-        self, context: Context, in_force: TopicsInForce, logs: PartitionLogs, checkpoints: Checkpoints
+        self,
+        context: Context,
+        in_force: TopicsInForce,
+        logs: PartitionLogs,
+        checkpoints: Checkpoints,
+        tiering: Tiering,
     ) -> None:
         self._context, self._in_force, self._logs, self._checkpoints = context, in_force, logs, checkpoints
+        self._tiering = tiering
         self.rolled_at = -ROLL_NS  # when `roll_over` ran last
         self._left: list[tuple[str, int]] = []  # logs that `roll_over` has not looked at yet
         self._postponed, self._told_postponed = 0, False  # logs that `roll_over` had no room to seal
@@ -145,10 +152,11 @@ class Retention:
         for at, state in self._logs.states.items():
             if len(gone) == AT_ONCE:
                 break
-            if state.sealed and state.end_offset - state.start > 1:
-                limits, most = self._in_force.limits_of(at[0]), AT_ONCE - len(gone)
-                count = limits.expired(state.sealed, state.active_bytes, now_s, most)
-                is_all = count == len(state.sealed) and not state.active_bytes
+            may_go = bool(state.sealed) and state.end_offset - state.start > 1
+            if may_go or self._tiering.of(*at) is not None:
+                limits, most = self._in_force.limits_of(at[0]), (AT_ONCE - len(gone)) * may_go
+                count = self._tiering.due(at, state, limits, now_s, most)
+                is_all = count == len(state.sealed) and count and not state.active_bytes
                 gone += self._retire_all(state) if is_all else state.retire(count)
         if gone:
             self._checkpoints.start(gone)
@@ -177,6 +185,7 @@ class Retention:
         Begins a checkpoint; once it is on disk, the files begin there. While another one is running, a tick does it.
         """
         for log, offset in starts:
+            self._tiering.set_start(log.topic, log.number, min(offset, log.state.end_offset))
             owed = self._owed.get(log, _Owed(0))
             self._owed[log] = _Owed(max(owed.offset, min(offset, log.state.end_offset)))
         self.begin_owed()
@@ -355,10 +364,11 @@ class Queues:
         self.declarations = Declarations(context, in_force, logs, self._wait_before_topic)
         self.sorter = Sorter(context, in_force, logs, self.declarations, routes)
         self.checkpoints = Checkpoints(context, in_force, logs, self.sorter)
-        self.retention = Retention(context, in_force, logs, self.checkpoints)
+        self.tiering = Tiering(context, in_force, logs.states)
+        self.retention = Retention(context, in_force, logs, self.checkpoints, self.tiering)
         retention = self.retention.roll_over, self.retention.begin_at
         self.changes = TopicChanges(
-            context, in_force, logs, self.declarations, self.sorter, self.checkpoints, *retention
+            context, in_force, logs, self.declarations, self.sorter, self.checkpoints, self.tiering, *retention
         )
 
     @property
@@ -369,7 +379,8 @@ class Queues:
     def recover(self, high: int) -> None:
         """Complete every log from the WAL, up to the durable seq `high`."""
         self.changes.finish_deletions()
-        recovery = Recovery(self.context, self.in_force, self.logs, self.declarations, self.checkpoints)
+        parts = self.in_force, self.logs, self.declarations, self.checkpoints
+        recovery = Recovery(self.context, *parts, self.tiering)
         replay_from = recovery.run(high)
         self.changes.recovered(recovery.checkpoint_seq)
         self.sorter.sorted_seq = replay_from - 1
@@ -422,6 +433,7 @@ class Queues:
         if self.context.are_recorded and self.context.lacks_room():
             self.changes.set_early()
         self.adopt_declarations()
+        self.tiering.install()
         self.retention.roll_over_if_due()
         if not self.checkpoints.is_busy:
             compacted = install_compacted(self.context, self.in_force, self.logs)

@@ -24,7 +24,7 @@ from itertools import pairwise
 from kmq.config.values import MIB
 from kmq.errors import CorruptError
 from kmq.files import with_room
-from kmq.log import checkpoint, gaps, lost_index, reader, remnant, segment, wal
+from kmq.log import checkpoint, gaps, lost_index, reader, remnant, rows, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
 from kmq.log.gaps import Gaps
@@ -36,10 +36,12 @@ from kmq.log.segment import Segment
 from kmq.log.topics import Since
 from kmq.message import record
 from kmq.message.routing import Topic, resolve
+from kmq.router import tiering
 from kmq.router.declarations import Declarations
 from kmq.router.in_force import Context, TopicsInForce
 from kmq.router.logs import PartitionLogs
 from kmq.router.sorting import Sorter
+from kmq.router.tiering import Tiering
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 # When a checkpoint is due, what it has to sync, and what it says. kmq/log/checkpoint.py writes the file.
@@ -102,8 +104,11 @@ class Checkpoints:
 # --- recovery --------------------------------------------------------------------------------------------------------
 
 
-class KnownPartition(namedtuple("KnownPartition", ("topic", "number", "known", "gaps"), defaults=((),))):
-    """A partition, what the checkpoint says of it (`known`), and its gaps."""
+class KnownPartition(namedtuple("KnownPartition", ("topic", "number", "known", "gaps", "floor"), defaults=((), None))):
+    """A partition, what the checkpoint says of it (`known`), and its gaps.
+
+    `floor`: the state after its rows in the tier, below which nothing is rebuilt; None without rows.
+    """
 
     __slots__ = ()
 
@@ -118,8 +123,9 @@ class Recovery:
         logs: PartitionLogs,
         declarations: Declarations,
         checkpoints: Checkpoints,
+        tiering: Tiering,
     ) -> None:
-        self._context, self._in_force, self._logs = context, in_force, logs
+        self._context, self._in_force, self._logs, self._tiering = context, in_force, logs, tiering
         self._declarations, self._checkpoints = declarations, checkpoints
         self.checkpoint_seq = 0  # what the checkpoint covers; 0: there is none
 
@@ -138,8 +144,9 @@ class Recovery:
         replay_from = seq + 1
         for topic in self._declarations.load(rows, since, seq):
             for number in range(topic.partitions):
-                known = rows.get((topic.name, number)) or self._in_force.first_state(topic.name, number)
-                needed = self._examine(KnownPartition(topic, number, known), wal_range)
+                floor = tiering.floor(self._tiering.load(topic, number))
+                known = rows.get((topic.name, number)) or floor or self._in_force.first_state(topic.name, number)
+                needed = self._examine(KnownPartition(topic, number, known, floor=floor), wal_range)
                 replay_from = replay_from if needed is None else min(replay_from, needed)
             self._context.check()
         routed = max((state.last_seq for state in self._logs.states.values()), default=0)
@@ -188,7 +195,7 @@ class Recovery:
         directory = directory_of(self._context.data, row.topic.name, row.number)
         found, is_lost = find_gaps(directory, segments, self._in_force.forks_of(row.topic.name))
         if is_lost:
-            path, life = gaps.path_of(directory), row.topic.from_seq
+            path, life = rows.path_of(directory), row.topic.from_seq
             with_room(path, self._context.wait_for_room, lambda: gaps.write(directory, life, found))
             self._context.logger.warn("gaps_restored", file=path, gaps=len(found))
         return found
@@ -211,8 +218,13 @@ class Recovery:
         begin = known.start if may_begin else segments[0].first
         if segments and not known.last_seq:
             begin = max(begin, min(checkpoint.highest(self._starts_of(row)), segments[0].first))
+        if row.floor is not None:
+            begin = max(begin, min(row.floor.end_offset, segments[0].first if segments else known.end_offset))
+            begin = min(begin, segments[0].first) if segments else begin
         forks = self._in_force.forks_of(row.topic.name)
         remains = recover(segments, known, wal_range, begin, row.gaps, forks)
+        if row.floor is not None and not segments and begin == row.floor.end_offset:
+            remains.state.last_seq = row.floor.last_seq
         where = self._path_of(row, remains)
         if remains.cut:
             self._context.logger.warn("torn_tail_cut", file=where, bytes=remains.cut, last_seq=remains.state.last_seq)
@@ -276,7 +288,7 @@ class Recovery:
             remains.missing += self._missing_end(row, remains, needed)
             state.end_offset, state.last_seq = known.end_offset, known.last_seq
             return state, None
-        if not remains.segments:  # rebuild from the first record on, also records that retention had deleted
+        if not remains.segments and not state.last_seq:  # rebuild all records, also those that retention had deleted
             state = self._in_force.first_state(row.topic.name, row.number)
         return state, needed
 

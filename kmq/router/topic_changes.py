@@ -27,7 +27,7 @@ from kmq.files import sync_file
 from kmq.log import checkpoint, deletions, identity, reader, topic_changes, topics
 from kmq.log.damage import DamageError
 from kmq.log.partition import PartitionLog
-from kmq.log.segment import LIMITS
+from kmq.log.segment import COMPACT, LIMITS
 from kmq.log.topic_changes import TopicChange
 from kmq.message import record
 from kmq.message.routing import Topic
@@ -36,6 +36,7 @@ from kmq.router.in_force import Context, TopicsInForce
 from kmq.router.logs import PartitionLogs
 from kmq.router.recovery import Checkpoints
 from kmq.router.sorting import Sorter
+from kmq.router.tiering import Tiering
 
 _COARSE_NS = 50_000_000  # two changes of a directory within this time may have the same mtime
 _STARTS = "starts of partitions"
@@ -59,6 +60,7 @@ class TopicChanges:
         declarations: Declarations,
         sorter: Sorter,
         checkpoints: Checkpoints,
+        tiering: Tiering,
         retain: Callable[[], None],
         begin_at: Callable[[Iterable[tuple[PartitionLog, int]]], None],
     ) -> None:
@@ -69,6 +71,7 @@ class TopicChanges:
         self._context, self._in_force, self._logs, self._retain = context, in_force, logs, retain
         self._begin_at = begin_at
         self._declarations, self._sorter, self._checkpoints = declarations, sorter, checkpoints
+        self._tiering = tiering
         self._read_mtime = 0  # mtime of topics/ when it was last read
         self._final = self._last_seq = 0  # see `recovered`
         self._early: set[str] = set()  # requests whose limits are set before their record
@@ -225,6 +228,9 @@ class TopicChanges:
             text = topics.with_limits(file.read(), changes)
         declared = topics.parse(text)
         limits = self._in_force.default_limits.with_changes(declared.limits)
+        has_rows = any((found := self._tiering.of(name, n)) and found.rows for n in range(topic.partitions))
+        if limits.cleanup == COMPACT and has_rows:
+            raise ConfigError(f"topic {name!r}: cannot be compacted while old records lie in KMQ_TIER")
         self._context.replace(path, text.encode())
         self._in_force.set_limits(name, declared)
         for log in self._logs.of_topic(topic):
@@ -287,7 +293,7 @@ class TopicChanges:
             offset = max(self._end_then(log, start.offset, start.seq) for start in starts)
             if min(offset, log.state.end_offset) > log.state.start:
                 self._in_force.raise_format(identity.STARTED, topic, _STARTS)
-                undone.append((log, offset))
+            undone.append((log, offset))  # also where the tier has what lies before the segments
         self._begin_at(undone)
 
     def _end_then(self, log: PartitionLog, offset: int, seq: int) -> int:
@@ -295,10 +301,14 @@ class TopicChanges:
 
         If `seq` is 0, the change is of now. If the log is damaged, that end is unknown: return 0, so the log stays.
         """
-        if not seq or log.state.last_seq < seq or offset <= log.state.start:
+        if not seq or log.state.last_seq < seq:
+            return offset
+        if (end := self._tiering.end_at(log.topic, log.number, seq)) is not None:
+            return min(offset, end)
+        if offset <= log.state.start:
             return offset
         try:
-            return min(offset, reader.partition(self._context.data, log.topic, log.number).offset_of_seq(seq))
+            return min(offset, reader.local(self._context.data, log.topic, log.number).offset_of_seq(seq))
         except DamageError as err:
             self._context.logger.error("damaged", file=err.path, reason=err)
             self._context.damaged(err)

@@ -22,16 +22,18 @@ from kmq.broker.data_directory import open_page
 from kmq.broker.stats import STATES, TIER, TIER_PROBLEMS, StatsPage
 from kmq.broker.supervisor import run_beside
 from kmq.config.settings import Settings, load
+from kmq.config.states import InForce
 from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError
 from kmq.files import replace_file, sync_file
 from kmq.links.ownership import FileLock, describe
 from kmq.log import reader, wal
 from kmq.log.damage import DamageError
+from kmq.log.segment import Limits
 from kmq.logfmt import Logger
-from kmq.tier.commits import DamagedError, FencedError, StaleError
+from kmq.tier.commits import AheadError, DamagedError, FencedError, StaleError
 from kmq.tier.objects import ObjectError
 from kmq.tier.store import RefusedError, Store, StoreError, open_store
-from kmq.tier.turn import DIRECTORY, AheadError, Copier, FollowsError, Leadership, TurnOptions
+from kmq.tier.turn import DIRECTORY, Copier, FollowsError, Leadership, TurnOptions
 
 _NICE = 10  # idle priority would starve on a full machine, and with it the promise of a minute
 _LOOK_S = 60.0  # between two looks while it may not write, and the longest pause while the store is away
@@ -47,6 +49,7 @@ class CopyProcess:
 
     def __init__(self, settings: Settings, page: StatsPage, log: Logger) -> None:
         self._settings, self._page, self._row, self._log = settings, page, page.rows[TIER], log
+        self._in_force = InForce(settings)
         self._store: Store | None = None
         self._copier: Copier | None = None
         self._leadership = Leadership(settings.instance, page.data_id, settings.shard) if settings.shard else None
@@ -84,10 +87,9 @@ class CopyProcess:
             self._progress_at, self._is_at_work = time.monotonic(), True
             wait = self._settings.tier_every or _LOOK_S
             try:
-                missing = self._turn()
+                if self._turn():
+                    wait = 0.0
                 pause = _PAUSE_S
-                self._say(f"damaged: {len(missing)} objects are missing, such as {missing[0]}" if missing else "")
-                self._row.standing = TIER_PROBLEMS.index("damaged") if missing else 0
             except StaleError:
                 wait = 0.0
             except FollowsError as err:
@@ -110,8 +112,8 @@ class CopyProcess:
             self._is_at_work = False
             self._rest(wait)
 
-    def _turn(self) -> list[str]:
-        """Make a turn. Return the objects that count and were missing at the last look at all names."""
+    def _turn(self) -> bool:
+        """Make a turn; return True if the next one is due at once."""
         settings, leadership = self._settings, self._leadership
         if self._store is None:
             self._store = open_store(settings.tier)
@@ -119,13 +121,18 @@ class CopyProcess:
             if leadership is not None:
                 leadership.check()  # before it leads a directory may take another lineage
             durable = self._durable if leadership is None else leadership.committed
-            copies_wal = settings.tier_every is not None
-            options = TurnOptions(
-                settings.tier_object, settings.tier_rate, durable, self._progressed, leadership, copies_wal
-            )
+            rates = settings.tier_object, settings.tier_rate
+            options = TurnOptions(*rates, durable, self._progressed, self._limits, settings.tier_every, leadership)
             self._copier = Copier(settings.data, self._store, self._log, options)
-        self._copier.turn()
-        return self._copier.missing
+        is_more = self._copier.turn()
+        missing = self._copier.missing
+        self._say(f"damaged: {len(missing)} objects are missing, such as {missing[0]}" if missing else "")
+        self._row.standing = TIER_PROBLEMS.index("damaged") if missing else 0
+        return is_more
+
+    def _limits(self) -> Limits:
+        self._in_force.changed()
+        return Limits.of(self._in_force.settings)
 
     def _rest(self, seconds: float) -> None:
         """Wait so long; in a shard not longer than until the role of this broker changes."""

@@ -13,12 +13,16 @@
     table __kmq/0 life=1 base=0 end=12 seq=9001 …      a partition as a whole, up to offset `end`
     drop wal before=8012 why=retention                 rows that end there are no longer in force; the next may begin there
     drop orders/0 life=130 why=deleted                 this table or file is no longer in force
+    add orders/3 life=130 base=1000 next=1512 …        a row of a partition (kmq/log/rows.py)
+    drop orders/3 life=130 before=1512 why=retention   rows that end there are no longer in force; beyond the last row:
+                                                       the next one begins there. why=deleted: the partition is gone
+    gap orders/3 life=130 from=1512 to=9000 why=fork   offsets that no record has; the next row begins after them
     gone <key>                                         a dropped object was deleted
 
 Owner       the process whose claim is the last one. It reads all commits, then claims; until its claim is made it
             writes nothing, and after another claim it writes nothing any more.
-Invariant   Numbers begin with 1 and have no gap. A row of the WAL begins where the last one ends, or at a later `drop
-            wal before`. A text that breaks this raises DamagedError: nothing is guessed, and nothing is written.
+Invariant   Numbers begin with 1 and have no gap. A row of a log begins where the last one ends, or at a later `drop …
+            before`. A text that breaks this raises DamagedError: nothing is guessed, and nothing is written.
 Crash       An unknown answer to `create` is settled by reading the number: equal bytes are this writer's own.
 State       state/<n>.gz has all lines in force after commit n, so that a start need not read a year of commits.
             Everybody would write the same bytes.
@@ -31,6 +35,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kmq.errors import CorruptError, KmqError
+from kmq.log import rows
+from kmq.log.rows import TierFile
 from kmq.tier import objects, store
 from kmq.tier.store import MissingError, Store, StoreError
 
@@ -42,6 +48,10 @@ _STATE_COMMITS = 100  # a state is written after at least so many commits, and s
 
 class DamagedError(CorruptError):
     """The commits contradict themselves, or an object is not what they say."""
+
+
+class AheadError(CorruptError):
+    """The store has records that this directory does not have, or has other ones in their place."""
 
 
 class StaleError(StoreError):
@@ -77,7 +87,13 @@ def line(verb: str, name: str = "", /, **values: object) -> CommitLine:
     return CommitLine(verb, name, {key: str(value) for key, value in values.items()})
 
 
+def numbered(texts: Sequence[str]) -> list[CommitLine]:
+    """Return the lines in texts that begin with the number of a commit."""
+    return [_parse_line(text.partition(" ")[2]) for text in texts]
+
+
 def _parse_line(text: str) -> CommitLine:
+    """Return the line in a text. Raises ValueError if it is not one."""
     verb, *words = text.split(" ")
     name = words.pop(0) if words and "=" not in words[0] else ""
     values = dict(word.split("=", 1) for word in words)
@@ -155,6 +171,7 @@ class TierState:
         self.wal_before = 1  # the next row of the WAL may begin here
         self.tables: dict[str, CommitLine] = {}  # by topic/partition
         self.files: dict[str, CommitLine] = {}  # by name
+        self.logs: dict[tuple[str, int], TierFile] = {}  # rows of partitions, by topic/partition and life
         self.dropped: dict[str, int] = {}  # keys of dropped objects, which are still there, by the number of the commit
 
     @property
@@ -194,6 +211,8 @@ class TierState:
             self._replace(self.tables, each, commit.number)
         elif each.verb == "file":
             self._replace(self.files, each, commit.number)
+        elif each.verb in ("add", "gap") or (each.verb == "drop" and each.name != "wal" and "before" in each.values):
+            self._apply_to_log(each, commit.number)
         elif each.verb == "drop" and each.name != "wal":
             self._drop(self.tables.pop(each.name, None) or self.files.pop(each.name, None), commit.number)
         elif each.verb == "drop":
@@ -214,13 +233,39 @@ class TierState:
             self._drop(before, number)
         rows[row.name] = row
 
+    def _apply_to_log(self, each: CommitLine, number: int) -> None:
+        at = each.name, each.number("life")
+        log = self.logs.setdefault(at, rows.empty("", *at))
+        known = [row.key for row in log.rows] if each.verb == "drop" else []
+        if each.verb == "add" and not log.follows(each.number("base")):
+            raise ValueError(f"a row of {each.name} begins at {each.values['base']} instead of {log.end}")
+        if not log.take(f"{number} {each}"):
+            raise ValueError(f"{str(each)[:200]!r} is no line of a partition")
+        if each.values.get("why") == "deleted":
+            self.logs.pop(at)
+            log = rows.empty("", *at)
+        kept = {row.key for row in log.rows} if known else ()
+        self.dropped |= {key: number for key in known if key not in kept}
+
     def _drop(self, row: CommitLine | None, number: int) -> None:
         if row is not None:
             self.dropped[row.values["key"]] = number
 
     def rows(self) -> list[CommitLine]:
         """Return all rows in force; each names an object by its `key`."""
-        return [*self.wal, *self.tables.values(), *self.files.values()]
+        return [*self.wal, *self.tables.values(), *self.files.values(), *self.rows_of_logs()]
+
+    def rows_of_logs(self) -> list[CommitLine]:
+        """Return the rows of all partitions, each partition's in order."""
+        return [
+            _parse_line(f"add {name} life={life} {row.text()}")
+            for (name, life), log in self.logs.items()
+            for row in log.rows
+        ]
+
+    def lines_of_logs(self) -> list[str]:
+        """Return what is in force of all partitions, each line with the number of its commit."""
+        return [text for log in self.logs.values() for text in log.lines()]
 
     def encode(self) -> bytes:
         """Return the text of a state, from which `decode_state` makes an equal one."""
@@ -230,7 +275,8 @@ class TierState:
             lines.append(str(CommitLine("claim", "", self.claim.values)))
         if self.wal_before > 1:
             lines.append(f"drop wal before={self.wal_before}")
-        lines += map(str, self.rows())
+        lines += map(str, [*self.wal, *self.tables.values(), *self.files.values()])
+        lines += [f"log {text}" for text in self.lines_of_logs()]
         lines += [f"dropped {key} number={number}" for key, number in self.dropped.items()]
         lines += [f"origin lineage={self.origin}"] if self.origin else []
         lines += [f"begins successor={self.successor}"] if self.successor else []
@@ -243,7 +289,12 @@ def decode_state(content: bytes, number: int) -> TierState:
     if not head.startswith(f"{_VERSION} state={number} "):
         raise ValueError(f"{head[:60]!r} is not the head of state {number}")
     found, by = TierState(), Claim(0, "", "", {})
-    for each in map(_parse_line, texts):
+    for text in texts:
+        if text.startswith("log "):
+            _, at, text = text.split(" ", 2)
+            found._apply_to_log(_parse_line(text), int(at))
+            continue
+        each = _parse_line(text)
         if each.verb == "by":
             by = Claim(each.number("number"), each.values["nonce"], each.values["writer"], {})
         elif each.verb == "claim":

@@ -25,13 +25,13 @@ from typing import NamedTuple
 from kmq.config.settings import Settings
 from kmq.errors import CorruptError, DataExistsError
 from kmq.files import give_up, make_directory, replace_file, sync_directory, sync_file
-from kmq.log import deletions, gaps, identity, segment
+from kmq.log import deletions, gaps, identity, rows, segment
 from kmq.log.identity import RESTORING
 from kmq.log.index import IndexWriter
 from kmq.logfmt import Logger
 from kmq.router import fork
 from kmq.tier import objects
-from kmq.tier.commits import CommitLine, CommitLog, TierState, line, lineages
+from kmq.tier.commits import CommitLine, CommitLog, TierState, line, lineages, numbered
 from kmq.tier.store import Store
 from kmq.tier.turn import DIRECTORY, Nonces, full_key
 
@@ -133,6 +133,7 @@ class Restore:
             commits.claim(line("claim", successor=self.id), os.urandom(8).hex())
         self._write_files()
         self._write_wal()
+        self._write_rows()
         for name, row in self._source.state.tables.items():
             self._write_segment(f"topics/{name}", row.number("base"), [row], by_seq=False)
         self._recover()
@@ -167,6 +168,16 @@ class Restore:
             replace_file(path, content)
             if name in _COPIES:
                 replace_file(f"{self.path}/{_COPIES[name]}", content)
+
+    def _write_rows(self) -> None:
+        """Write the file `tier` of each partition that has rows. Its records stay where they are: they are read cold."""
+        for (name, _), log in self._source.state.logs.items():
+            if log.end is not None:
+                directory = f"{self.path}/topics/{name}"
+                os.makedirs(directory, exist_ok=True)
+                found = log.copy()
+                found.head = rows.empty(self._source.lineage, name, log.life).head
+                replace_file(rows.path_of(directory), found.text())
 
     def _write_wal(self) -> None:
         """Write the rows of the WAL as segments, each with as many rows as KMQ_SEGMENT_BYTES takes."""
@@ -211,11 +222,14 @@ class Restore:
         nonce = Nonces(self.path).next("")
         commits.claim(line("claim", pod=self.id, origin=self._source.lineage), nonce)
         before = [line("drop", "wal", before=state.wal_first, why="restore")] if state.wal_first > 1 else []
-        rows = [
-            row._replace(values={**row.values, "key": full_key(self._source.lineage, row.values["key"])})
-            for row in state.rows()
+        lines = [*state.wal, *state.tables.values(), *state.files.values(), *numbered(state.lines_of_logs())]
+        mine = [
+            each._replace(values={**each.values, "key": full_key(self._source.lineage, each.values["key"])})
+            if "key" in each.values
+            else each
+            for each in lines
         ]
-        commits.commit([*before, *rows], os.urandom(8).hex())
+        commits.commit([*before, *mine], os.urandom(8).hex())
         cursor = f"{commits.state.number} {self.id}\n"
         replace_file(f"{self.path}/{DIRECTORY}/cursor", cursor.encode())
 

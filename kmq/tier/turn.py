@@ -3,6 +3,7 @@
     append.log has seqs 1…9001, the store has 1…8011  → an object wal/8012-9001…, then a commit with its row
 
     wal      every turn, whatever is on disk, in objects of at most KMQ_TIER_OBJECT of lines
+    topics   old records of partitions with tier=on (partitions.py)
     tables   topics of KMQ itself and compacted topics, whole from their start: once half of one is new, or once the local
              WAL no longer has what is new
     files    router.ckpt, producers.ckpt and the other small files, hourly; dropped.log and quarantine/log with each row
@@ -36,33 +37,31 @@ from itertools import islice
 from typing import NamedTuple
 
 from kmq.config.values import MIB
-from kmq.errors import CorruptError, KmqError
+from kmq.errors import KmqError
 from kmq.files import replace_file
 from kmq.links.role import RolePage
 from kmq.log import checkpoint, identity, passes, reader, topics, wal
 from kmq.log.damage import DamageError
-from kmq.log.segment import last_line, within
+from kmq.log.rows import FULL_KEY
+from kmq.log.segment import Limits, last_line, within
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.tier import objects
-from kmq.tier.commits import CommitLine, CommitLog, DamagedError, FencedError, TierState, line
+from kmq.tier.commits import AheadError, CommitLine, CommitLog, DamagedError, FencedError, TierState, line
 from kmq.tier.objects import MEMBER_BYTES, Packed
+from kmq.tier.partitions import PartitionCopier, Uploads
 from kmq.tier.store import Store, StoreError, holds, probe
 
 DIRECTORY = "tier"  # below the data directory: what this process remembers
 FILES = ("router.ckpt", "producers.ckpt", "deletions", "format", "gateway.starts", "restored")
 NAMED = ("dropped.log", "quarantine/log")  # they explain what the WAL lacks, so they go up with its rows
 _FILES_S = 3600.0
+_TURNS = 5  # times KMQ_TIER_EVERY: after that a turn leaves the rest of the partitions to the next one
 _DELETE_S = 3600.0  # between a drop and the deletion: a reader may have planned with the row
 _SWEEP_S, _SWEEP_FIRST_S = 86_400.0, 3600.0  # between two looks at all names; the first one is no part of a start
 _NAMES_AT_ONCE = 10_000  # of a turn: the WAL does not wait for a whole look
-_KINDS = ("wal", "tables", "files")
+_KINDS = ("wal", "topics", "tables", "files")
 _MADE_BY = re.compile(r"[0-9-]+\.(\d+)\.[0-9a-f]{8}(?:\.log\.gz)?")
-_FULL_KEY = re.compile(r"[0-9a-f]{32}/")
-
-
-class AheadError(CorruptError):
-    """The store has records that this directory does not have, or has other ones in their place."""
 
 
 class FollowsError(KmqError):
@@ -103,20 +102,22 @@ class Leadership:
 class TurnOptions(NamedTuple):
     """`durable` returns the last seq to copy. `progress` is called after each request and each block.
 
-    `leadership`: in a shard. `copies_wal`: False if KMQ_TIER_EVERY is off; then neither tables nor small files go up.
+    `limits` returns those of topics without their own. `every`: seconds between two copies of the WAL; None: it is not
+    copied, and neither are tables and small files. `leadership`: in a shard.
     """
 
     object_bytes: int
     rate: int
     durable: Callable[[], int]
     progress: Callable[[int], object] = lambda nbytes: None
+    limits: Callable[[], Limits] = Limits
+    every: float | None = 60.0
     leadership: Leadership | None = None
-    copies_wal: bool = True
 
 
 def full_key(lineage: str, key: str) -> str:
     """Return where an object lies. Rows name objects of another lineage by their full keys."""
-    return key if _FULL_KEY.match(key) else f"{lineage}/{key}"
+    return key if FULL_KEY.match(key) else f"{lineage}/{key}"
 
 
 class SmallFiles(NamedTuple):
@@ -177,7 +178,9 @@ class Copier:
         self.commits = CommitLog(store, self.lineage, f"{self._id}@{socket.gethostname()}")
         self.is_claimed = False
         self._epoch = 0  # of the claim, in a shard
-        self._files_at = -_FILES_S  # monotonic: when all files went up last
+        self._wal_at, self._files_at = 0.0, -_FILES_S  # monotonic: when the WAL and all files went up last
+        uploads = Uploads(self._key, self._upload, self._commit, self._rest)
+        self._partitions = PartitionCopier(data, options.limits, options.object_bytes, uploads, log)
         self._dropped_at: dict[str, float] = {}
         self.missing: list[str] = []  # rows whose object was not there at the last look at all names
         self._sweep: Sweep | None = None
@@ -218,32 +221,40 @@ class Copier:
 
     # --- a turn ------------------------------------------------------------------------------------------------------
 
-    def turn(self) -> None:
-        """Do what is missing. Raises what `claim` raises, and DamageError if a block of the WAL is damaged."""
+    def turn(self) -> bool:
+        """Do what is missing; return True if more is due than a turn does at most.
+
+        Raises what `claim` raises, and DamageError if a block of the WAL is damaged.
+        """
         if self._options.leadership is not None and self._options.leadership.check() != self._epoch:
             self.is_claimed = False  # it was deposed meanwhile, and leads again
         if not self.is_claimed:
             self.claim()
         self.commits.catch_up()
         self.commits.check_claim()
-        if self._options.copies_wal:
-            self._copy_all()
+        is_more = self._copy_all()
         self._delete_dropped()
         self._look_at_names()
         self.commits.write_state()
         cursor = f"{self.commits.state.number} {self.lineage}\n"
         replace_file(f"{self.data}/{DIRECTORY}/cursor", cursor.encode())
+        return is_more
 
-    def _copy_all(self) -> None:
+    def _copy_all(self) -> bool:
+        copies_wal = self._options.every is not None
         are_due = time.monotonic() - self._files_at >= _FILES_S or FILES[0] not in self.commits.state.files
-        found = SmallFiles.of(self.data, are_due)
-        high = self._options.durable()
-        self._copy_wal(high)
-        if self.copied >= max(found.routed, found.known):
+        found = SmallFiles.of(self.data, are_due and copies_wal)
+        if copies_wal:
+            self._copy_wal(self._options.durable())
+            if self.copied < max(found.routed, found.known):
+                return False
             self._copy_tables(found)
+        is_more, waiting = self._copy_partitions(found)
+        if copies_wal:
             if are_due:
                 self._copy_files(found)
-            self._drop_wal()
+            self._drop_wal(waiting)
+        return is_more
 
     def _commit(self, *lines: CommitLine) -> None:
         if self._options.leadership is not None:
@@ -266,6 +277,7 @@ class Copier:
     # --- the WAL -----------------------------------------------------------------------------------------------------
 
     def _copy_wal(self, high: int) -> None:
+        self._wal_at = time.monotonic()
         while self.commits.state.wal_end <= high:
             begin, lines = self.commits.state.wal_end, []
             if (first := reader.first_seq(self.data)) > begin:
@@ -296,12 +308,15 @@ class Copier:
             if not lines or nbytes >= self._options.object_bytes or record.seq_of(last_line(lines)) >= high:
                 return
 
-    def _drop_wal(self) -> None:
-        """Drop the oldest rows of the WAL that the local WAL does not have any more, and that no file or table needs."""
+    def _drop_wal(self, waiting: int) -> None:
+        """Drop the oldest rows of the WAL that the local WAL does not have any more, and that no file or table needs.
+
+        Those from seq `waiting` on have records of partitions that are in no row yet.
+        """
         state = self.commits.state
         covered = [row.number("seq") for row in state.tables.values()]
         covered += [state.files[name].number("seq") if name in state.files else 0 for name in FILES[:2]]
-        needed = min(min(covered) + 1, reader.first_seq(self.data))
+        needed = min(min(covered) + 1, reader.first_seq(self.data), waiting)
         gone = [row.number("last") for row in state.wal if row.number("last") < needed]
         if gone:
             self._commit(line("drop", "wal", before=gone[-1] + 1, why="retention"))
@@ -344,7 +359,7 @@ class Copier:
     def _table_blocks(self, topic: str, number: int, start: int, end: int) -> Iterator[bytes]:
         if start >= end:
             return
-        for first, lines in reader.partition(self.data, topic, number).chunks(start, MEMBER_BYTES):
+        for first, lines in reader.local(self.data, topic, number).chunks(start, MEMBER_BYTES):
             count = record.count_lines(lines)
             if first + count > end:
                 lines = b"".join(lines.splitlines(keepends=True)[: end - first])
@@ -353,6 +368,37 @@ class Copier:
                 self._rest(len(lines))
             if first + count >= end:
                 return
+
+    # --- partitions --------------------------------------------------------------------------------------------------
+
+    def _copy_partitions(self, found: SmallFiles) -> tuple[bool, int]:
+        """Copy old records of partitions, and the WAL in between whenever it is due. Return what is left to do.
+
+        That is: if more is due, and the seq of the first record that is in no row yet.
+        """
+        state, begun, every = self.commits.state, time.monotonic(), self._options.every
+        if self._options.leadership is not None:
+            return False, identity.NEVER  # a shard refuses tier=on
+        parsed = _parsed(self.data, found)
+        if parsed is None:
+            return False, 0
+        known, lives = parsed
+        mine = self._partitions.found(state, known, lives)
+        gone = [row.number("last") for row in state.wal if row.number("last") < reader.first_seq(self.data)]
+        is_more = False
+        for each in mine:
+            for _ in self._partitions.copy(each, gone[-1] if gone else 0, time.time()):
+                if every is not None and time.monotonic() - self._wal_at >= every:
+                    self._copy_wal(self._options.durable())
+                    self._partitions.lay_out(mine)
+                if is_more := every is not None and time.monotonic() - begun >= _TURNS * every:
+                    break
+            if is_more:
+                break
+        if drops := self._partitions.drops(state, mine):
+            self._commit(*drops)
+        self._partitions.lay_out(mine)
+        return is_more, min(map(self._partitions.waiting_seq, mine), default=identity.NEVER)
 
     # --- small files -------------------------------------------------------------------------------------------------
 
@@ -400,7 +446,7 @@ class Copier:
         self._dropped_at = {key: self._dropped_at.get(key, now) for key in dropped}
         due = [key for key, since in self._dropped_at.items() if now - since >= _DELETE_S]
         if due:
-            self.store.delete([full_key(self.lineage, key) for key in due if not _FULL_KEY.match(key)])
+            self.store.delete([full_key(self.lineage, key) for key in due if not FULL_KEY.match(key)])
             self._commit(*(line("gone", key) for key in due))
 
     def _look_at_names(self) -> None:
@@ -463,12 +509,19 @@ def _seconds(micros: int) -> str:
 
 def _checkpoint(data: str, found: SmallFiles) -> tuple[checkpoint.Rows, dict[str, int]]:
     """Return the rows of router.ckpt, and since when each topic is in force; nothing if the file has changed since."""
+    is_same = _content(f"{data}/{FILES[0]}") == found.contents.get(FILES[0])
+    return (_parsed(data, found) if is_same else None) or ({}, {})
+
+
+def _parsed(data: str, found: SmallFiles) -> tuple[checkpoint.Rows, dict[str, int]] | None:
+    """Return the same, even if the file has changed since: a partition does not change below a checkpoint.
+
+    None if it is damaged, or not there yet.
+    """
     try:
-        _, rows, since = checkpoint.load(data)
+        _, rows, since = checkpoint.load(data, found.contents[FILES[0]])
     except (ValueError, LookupError):
-        return {}, {}
-    if _content(f"{data}/{FILES[0]}") != found.contents.get(FILES[0]):
-        return {}, {}
+        return None
     return rows, {name: each.from_seq for name, each in since.items()}
 
 

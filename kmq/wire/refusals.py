@@ -169,6 +169,7 @@ _ROWS = (
         True,
     ),
     Refusal(REQUEST, "not_ready", _LATER, "the broker has not recovered yet", True),
+    Refusal(REQUEST, "cold", _LATER, "the records lie in KMQ_TIER, and are not fetched in yet; ask again", True),
     Refusal(REQUEST, "damaged", ("DATA_LOSS", 500, EXIT_CORRUPT, FORMAT), "the files are damaged there"),
     Refusal(REQUEST, "internal", _BUG, "the broker or the gateway failed; its log says more"),
     Refusal(CLIENT, "not_kmq", _LATER, "what listens there does not answer !hello as KMQ does", True),

@@ -76,6 +76,8 @@ SESSION = "tests/unit/test_session.py"
 HTTP_GROUPS = "tests/contract/test_http_groups.py"
 LEADER_ALONE = "test_in_a_shard_the_leader_alone_reaches_topics_and_all_whenever_it_begins_to_lead"
 COMMITTED, UNIT_COMMITTED = "kmq/log/committed.py", "tests/unit/test_committed.py"
+TIERING, ROWS, COLD = "kmq/router/tiering.py", "kmq/log/rows.py", "kmq/tier/cache.py"
+UNIT_TIER, UNIT_COLD, UNIT_ROWS = (f"tests/unit/test_{name}.py" for name in ("tier_partitions", "cold_reads", "rows"))
 GAPS, UNIT_GAPS, UNIT_FORK = "kmq/log/gaps.py", "tests/unit/test_gaps.py", "tests/unit/test_fork.py"
 DATA_DIRECTORY = "kmq/broker/data_directory.py"
 DISKS, UNIT_DISKS = "kmq/replica/disks.py", "tests/unit/test_replica_disks.py"
@@ -725,7 +727,7 @@ MUTANTS = [
     ),
     Mutant(
         "a range of records spans a gap",
-        [("kmq/gateway/core/partitions.py", "                if has_gap:\n                    return\n", "")],
+        [("kmq/gateway/core/partitions.py", "                if found.is_last:\n                    return\n", "")],
         [UNIT_GAPS],
     ),
     Mutant(
@@ -772,13 +774,92 @@ MUTANTS = [
         ["tests/unit/test_offset_table.py"],
     ),
     Mutant(
+        "tier: local limits delete what the store does not have",
+        [(TIERING, "covered = sum(end <= (found.end or 0) for end in ends)", "covered = len(ends)")],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: total limits take segments before older rows",
+        [(TIERING, "                return begin, 0\n", "                break\n")],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: what total limits took leaves the start where it was",
+        [(TIERING, "if start > found.begin(state.start):", "if False:")],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: a lost partition is rebuilt from its first record on, although rows have it",
+        [
+            (
+                "kmq/router/recovery.py",
+                "        if row.floor is not None:\n            begin",
+                "        if False:\n            begin",
+            )
+        ],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: a row that does not follow is taken",
+        [(ROWS, "if row is None or not self.follows(row.base):", "if row is None:")],
+        [UNIT_ROWS],
+    ),
+    Mutant(
+        "tier: readers see rows beyond a hole",
+        [(ROWS, "return [] if is_hole else found", "return found")],
+        [UNIT_ROWS],
+    ),
+    Mutant(
+        "tier: an id whose record lies in the store is forgotten",
+        [("kmq/log/deleted_records.py", "            if cold:\n", "            if False:\n")],
+        [UNIT_COLD],
+    ),
+    Mutant(
+        "tier: a fetched object is not compared with its row",
+        [
+            (
+                COLD,
+                "pieces = CheckedPieces(self._store.get(key), key, row.size, row.sha256)",
+                "pieces = self._store.get(key)",
+            )
+        ],
+        [UNIT_COLD],
+    ),
+    Mutant(
+        "tier: readers who wait push one another out of the cache",
+        [
+            (
+                COLD,
+                "            return False\n        for path in sorted",
+                "            pass\n        for path in sorted",
+            )
+        ],
+        [UNIT_COLD],
+    ),
+    Mutant(
+        "tier: a reader of a cold partition is told of an end",
+        [
+            (
+                "kmq/gateway/core/fetching.py",
+                "                    raise refusal(cold)  # an empty",
+                "                    pass  # an empty",
+            )
+        ],
+        [UNIT_COLD],
+    ),
+    Mutant(
+        "tier: an object of the WAL goes before the rows have its records",
+        [("kmq/tier/turn.py", "reader.first_seq(self.data), waiting)", "reader.first_seq(self.data))")],
+        [UNIT_TIER],
+    ),
+    Mutant(
         "a rebuilt queue has again what a start had deleted",
         [(CHANGES, "is_done = is_done and not self._is_in_force(change)", "pass")],
         [UNIT_STARTS],
     ),
     Mutant(
         "a replay takes for the end of a log what came after the start",
-        [(CHANGES, "if not seq or log.state.last_seq < seq or", "if True or")],
+        [(CHANGES, "        if not seq or log.state.last_seq < seq:\n", "        if True:\n")],
         [UNIT_STARTS],
     ),
     Mutant(

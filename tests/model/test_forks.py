@@ -15,7 +15,7 @@ from forked import forked
 from made_up import no_room
 
 from kmq.links.layout import Block
-from kmq.log import dropped, gaps, identity, reader
+from kmq.log import dropped, identity, reader, rows
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.message import record
@@ -105,8 +105,8 @@ class Life:
         what = self.chance.choice(["queue", "tier", "checkpoint", "queue and checkpoint"])
         if "queue" in what:
             shutil.rmtree(directory, ignore_errors=True)
-        if what == "tier" and os.path.exists(gaps.path_of(directory)):
-            os.unlink(gaps.path_of(directory))
+        if what == "tier" and os.path.exists(rows.path_of(directory)):
+            os.unlink(rows.path_of(directory))
         if "checkpoint" in what and os.path.exists(f"{self.data}/router.ckpt"):
             os.unlink(f"{self.data}/router.ckpt")
         self.up()

@@ -10,6 +10,7 @@ from tier_stores import SERVERS, ProxiedStore, s3_behind_proxy
 from tier_world import Violated, World
 
 from kmq.links.role import RolePage
+from kmq.router.tiering import Tiering
 from kmq.tier import turn as turn_module
 from kmq.tier.turn import Copier
 
@@ -78,7 +79,22 @@ def without_order(monkeypatch):
     monkeypatch.setattr(Copier, "turn", turn)
 
 
-MUTANTS = [without_reading_back, without_order]  # for the other guards tests/unit/test_tier_turn.py has a story each
+def without_cover(monkeypatch):
+    """Local limits do not ask what the file `tier` has."""
+    due = Tiering.due
+
+    def deletes(self, at, state, limits, now_s, most):
+        known = due(self, at, state, limits, now_s, most)
+        return known if self.of(*at) is None else max(known, limits.local().expired(state.sealed, 0, now_s, most))
+
+    monkeypatch.setattr(Tiering, "due", deletes)
+
+
+MUTANTS = [
+    without_reading_back,
+    without_order,
+    without_cover,
+]  # for the other guards tests/unit/test_tier_turn.py has a story each
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)

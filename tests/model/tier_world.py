@@ -5,7 +5,9 @@ zombies, a store whose answers are lost, late or wrong. The code is the real one
     for _ in range(40): world.step()            raises Violated
 
 Promises    The lines of the rows in force are a part of the WAL of one directory, never of two. Commits can always be read.
-            Each row has its object, byte for byte. Nothing is ahead of the rows of the WAL.
+            Each row has its object, byte for byte. Nothing is ahead of the rows of the WAL. The rows of the partition
+            are its lines from the first one on. Whatever left the disk of a directory is in rows that its file `tier`
+            names, byte for byte what its WAL has.
 """
 
 import random
@@ -18,7 +20,8 @@ from made_up import FIRST_TS, block, no_room
 from tier_stores import LyingStore
 
 from kmq.errors import KmqError
-from kmq.log import identity, reader, wal
+from kmq.log import identity, reader, rows, segment, wal
+from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.router.queues import Queues
 from kmq.tier import objects
@@ -55,6 +58,8 @@ class WorldStore(LyingStore):
         return made
 
 
+# A record or two a segment, of which one may stay on the disk.
+LIMITS = Limits(segment_bytes=64, tier="on", local_retention_bytes=64)
 FATES = ("", "lost", "done", "late", "altered", "killed", "killed after")
 WEIGHTS = (60, 6, 8, 10, 6, 5, 5)
 
@@ -80,7 +85,7 @@ class World:
 
     def _append(self, data: str) -> None:
         """Some records that no other directory has."""
-        log, queues = Wal(data, no_room, 1 << 20), Queues(data, no_room, FakeLogger())
+        log, queues = Wal(data, no_room, 1 << 20), Queues(data, no_room, FakeLogger(), LIMITS)
         queues.recover(log.last_seq)
         lines = []
         for _ in range(self.rnd.randint(1, 4)):
@@ -104,7 +109,8 @@ class World:
             last = wal.last_stored(data)[0]
             return last if self.rnd.random() < 0.7 else max(1, last - self.rnd.randint(1, 3))
 
-        self.processes.append(Copier(data, self.store, FakeLogger(), TurnOptions(1 << 20, 0, durable)))
+        options = TurnOptions(1 << 20, 0, durable, limits=lambda: LIMITS)
+        self.processes.append(Copier(data, self.store, FakeLogger(), options))
         del self.processes[:-4]
 
     def step(self) -> None:
@@ -158,8 +164,37 @@ class World:
             raise Violated(f"rows up to seq {state.wal_end - 1} are of no single directory")
         ahead = [name for name, row in state.files.items() if row.number("seq") >= state.wal_end]
         ahead += [name for name, row in state.tables.items() if row.number("seq") >= state.wal_end]
+        ahead += [row.name for row in state.rows_of_logs() if int(row.values["seq"].partition("-")[2]) >= state.wal_end]
         if ahead:
             raise Violated(f"{ahead} are ahead of seq {state.wal_end - 1}")
+        try:
+            tiered = b"".join(self._lines(row) for row in state.rows_of_logs())
+            if not copied.startswith(tiered):
+                raise Violated("the rows of the partition are not its lines")
+            for data in self.directories:
+                self._check_disk(data)
+        except KmqError as err:
+            raise Violated(str(err)) from err
+
+    def _check_disk(self, data: str) -> None:
+        """Nothing that has left the disk is lost to its readers."""
+        directory = f"{data}/topics/t/0"
+        listed = segment.listing(directory)
+        local = listed[0][0] if listed else 0
+        found = rows.of(directory)
+        if found.begin(local) > 0:
+            raise Violated(f"{data}: begins with {found.begin(local)}, and offset 0 was never deleted")
+        for row in found.cold(local):
+            content = b"".join(
+                objects.unpack(
+                    objects.CheckedPieces(
+                        self.store.get(full_key(self.lineage, row.key)), row.key, row.size, row.sha256
+                    ),
+                    row.key,
+                )
+            )
+            if b"".join(reader.read(data, *row.seqs)) != content:
+                raise Violated(f"{data}: offsets {row.base} to {row.next - 1} are other records in the store")
 
     def _gone(self) -> list[str]:
         """Directories that were put back, as they were then: their processes wrote what they had."""

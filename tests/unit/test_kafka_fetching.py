@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import random
 import struct
 import threading
@@ -17,6 +18,7 @@ from kafka_peer import Peer
 from kio.schema.errors import ErrorCode
 from log_server import up
 from made_data import FIRST_TS, append, write_data
+from tiered import cold_broker
 from waiting import until
 
 from kmq.broker.stats import STATES, Incidents, Strangers
@@ -785,3 +787,50 @@ def test_an_answer_with_many_entries_in_an_entry_holds_up_nobody_else(tmp_path):
             assert len(peer.read_raw()) > 40_000 * 10
             took = time.monotonic() - begun
         assert longest[0] < took / 2, (longest, took)
+
+
+# --- what lies in the store ------------------------------------------------------------------------------------------
+
+
+def test_old_records_come_from_the_store_in_order_and_hot_partitions_do_not_wait(tmp_path):
+    made = cold_broker(tmp_path, partitions=2)
+    ends = {number: made.queues.logs.states["t", number].end_offset for number in (0, 1)}
+    with opened(made.data, KMQ_TIER=f"file://{made.store.root}") as (_, peer):
+        peer.send_fetch({("t", 0): 0, ("t", 1): ends[1] - 1}, wait_ms=60_000)
+        rows = peer.read_fetched()
+        assert [offset for offset, _ in values(rows["t", 1])] == [ends[1] - 1]
+        cold = rows["t", 0]
+        assert (cold.error_code, cold.log_start_offset, cold.high_watermark) == (0, 0, ends[0]) and not values(cold)
+        found = []
+        while len(found) < ends[0]:
+            row = peer.fetch("t", 0, len(found), wait_ms=60_000, partition_bytes=5000)
+            assert row.error_code == ErrorCode.none and row.high_watermark == ends[0]
+            found += [offset for offset, _ in values(row)]
+            assert found == [*range(len(found))]
+
+
+def test_a_store_that_is_away_is_a_storage_error_once_the_wait_is_over_and_never_out_of_range(tmp_path):
+    made = cold_broker(tmp_path)
+    os.rename(made.store.root, f"{made.store.root}-away")
+    with opened(made.data, KMQ_TIER=f"file://{made.store.root}") as (_, peer):
+        row = peer.fetch("t", 0, 0)
+        assert row.error_code in (ErrorCode.none, ErrorCode.kafka_storage_error) and not values(row)
+        row = peer.fetch("t", 0, 0, wait_ms=3000)
+        assert (row.error_code, row.high_watermark) == (ErrorCode.kafka_storage_error, 400) and not values(row)
+        assert [offset for offset, _ in values(peer.fetch("t", 0, 399))] == [399]
+        os.rename(f"{made.store.root}-away", made.store.root)
+        until(lambda: values(peer.fetch("t", 0, 0, wait_ms=1000)), "the store is asked again")
+
+
+def test_times_and_ends_are_those_of_the_whole_partition(tmp_path):
+    made = cold_broker(tmp_path)
+    with opened(made.data, KMQ_TIER=f"file://{made.store.root}") as (_, peer):
+
+        def at(timestamp):
+            asked = [{"partition_index": 0, "timestamp": timestamp, "current_leader_epoch": -1}]
+            topics = [{"name": "t", "partitions": asked}]
+            [topic] = peer.ask(Key.LIST_OFFSETS, 5, replica_id=-1, isolation_level=0, topics=topics).topics
+            return topic.partitions[0].offset
+
+        assert (at(-2), at(-1)) == (0, 400)
+        assert at(FIRST_TS // 1000) == 0

@@ -84,16 +84,16 @@ def test_bounds_follow_a_segment_that_begins_while_they_are_looked_up(rolling, m
     data, directory, add = rolling
     add(3)
     os.utime(directory, (1, 1))
-    listing, partitions = segment.listing, Partitions(data)
+    listing, look, partitions = segment.listing, segment.look, Partitions(data)
 
     def listed(path):
         monkeypatch.undo()
-        found = listing(path)
+        found = look(path)
         add(3)
         os.utime(directory, (2, 2))
         return found
 
-    monkeypatch.setattr(segment, "listing", listed)
+    monkeypatch.setattr(segment, "look", listed)
     assert partitions.bounds("t", 0) == (0, 6) and len(listing(str(directory))) == 2
     add(1)
     assert partitions.bounds("t", 0) == (0, 7) and len(listing(str(directory))) == 2
@@ -113,7 +113,7 @@ def test_bounds_follow_a_segment_that_begins_within_a_tick_of_the_clock_of_files
     assert partitions.bounds("t", 0) == (0, 4)
     os.utime(directory, (1, 1))
     assert partitions.bounds("t", 0) == (0, 4)
-    monkeypatch.setattr(segment, "listing", None)  # known from now on without a look into the directory
+    monkeypatch.setattr(segment, "look", None)  # known from now on without a look into the directory
     assert partitions.bounds("t", 0) == (0, 4)
 
 

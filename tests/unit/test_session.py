@@ -38,8 +38,8 @@ class Held(Service):
         self.gate, self.held = asyncio.Event(), asyncio.Event()
         self.gate.set()
 
-    async def run(self, work, *arguments):
-        result = await super().run(work, *arguments)
+    async def run_now(self, work, *arguments):
+        result = await super().run_now(work, *arguments)
         if self.holds in work.__qualname__ and not self.gate.is_set():
             self.held.set()
             await self.gate.wait()

@@ -16,9 +16,9 @@ from kmq.log import dedupe_file, reader, wal
 from kmq.log.wal import Wal
 from kmq.router.queues import Queues
 from kmq.tier import turn as turn_module
-from kmq.tier.commits import CommitLog, DamagedError, FencedError
+from kmq.tier.commits import AheadError, CommitLog, DamagedError, FencedError
 from kmq.tier.store import StoreError, get
-from kmq.tier.turn import AheadError, Copier, TurnOptions, full_key
+from kmq.tier.turn import Copier, TurnOptions, full_key
 
 LINES = [b"orders.k%d|0|%d|%s" % (n % 5, n, b"x" * 400) for n in range(1, 501)]
 
@@ -62,7 +62,7 @@ def test_the_whole_wal_is_in_the_store_byte_for_byte(data, place):
 
 def test_where_the_wal_is_not_copied_nothing_but_the_claim_is_in_the_store(data, place):
     end = wal.last_stored(str(data))[0]
-    copying = Copier(str(data), place, FakeLogger(), TurnOptions(1 << 26, 0, lambda: end, copies_wal=False))
+    copying = Copier(str(data), place, FakeLogger(), TurnOptions(1 << 26, 0, lambda: end, every=None))
     copying.turn()
     copying.turn()
     assert (state(place, data).number, state(place, data).rows()) == (1, [])

@@ -59,8 +59,10 @@ def test_the_router_keeps_and_follows_a_topics_own_limits_when_it_writes_its_seq
     for _ in range(2):  # adopted, then read at a start
         made = adopt(data)
         limits = made.in_force.limits_of("t")
-        own, others = [1 << 20, 86400, 30 * 86400, 1 << 30], ["delete", 86400, 0, "CreateTime", ""]
-        assert [getattr(limits, name) for name in LIMITS] == own + others
+        own, others = [1 << 20, 86400, 30 * 86400, 1 << 30], ["delete", 86400, 0, "CreateTime", "", "off"]
+        assert [getattr(limits, name) for name in LIMITS] == own + others + own[
+            2:
+        ]  # what stays on the disk: as the whole
         assert topics.read(data, "t").limits == OWN and topics.load(data, "t") == (2, 1)
         made.close()
 

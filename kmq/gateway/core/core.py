@@ -6,6 +6,7 @@ from kmq.broker.stats import StatsPage, Strangers
 from kmq.config.settings import Settings
 from kmq.gateway.core.answers import ANSWER_BYTES, Budget
 from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Fetching, Waking
 from kmq.gateway.core.partitions import Partitions
@@ -34,7 +35,12 @@ class Core:
         self.topics = TopicAdmin(self.broker)
         self.producing = Producing(settings, self.watermark, log)
         self.answers = Budget(ANSWER_BYTES, strangers=strangers)
-        self.fetching = Fetching(settings.data, page, self.partitions, self.waking, self.answers)
+        tier = settings.tier, settings.tier_cache
+        self.cold = ColdReads(settings.data, self.waking.wake, *tier, log, self._lacks_room)
+        self.fetching = Fetching(settings.data, page, self.partitions, self.waking, self.answers, self.cold)
+
+    def _lacks_room(self) -> bool:
+        return any(reason.code in ("disk_full", "quota") for reason in self.broker.verdict().reasons)
 
     def stop(self) -> None:
         """End waiting calls; what was accepted still gets its answer."""
@@ -44,4 +50,5 @@ class Core:
     async def close(self) -> None:
         await self.producing.close()
         self.fetching.close()
+        self.cold.close()
         self.waking.close()

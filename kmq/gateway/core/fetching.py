@@ -36,10 +36,12 @@ from kmq.broker.stats import StatsPage
 from kmq.config.values import KIB
 from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, READER, Budget
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.cold import WAIT_S, ColdObject, ColdReads, refusal
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.partitions import Partition, Partitions, Signature, moment
 from kmq.log import gaps, identity
 from kmq.log.damage import DamageError, MisplacedError
+from kmq.log.rows import NotHereError
 from kmq.message.message import Message, messages
 from kmq.message.record import count_lines
 from kmq.wire.requests import Position, TopicPartition
@@ -137,6 +139,13 @@ class Waking:
                 await self._moved(min(left, _LOOK_S))  # the event does not wake a reader that follows the watermark
             elif await waiter.woken(left):
                 return True
+
+    def wake(self, directory: str) -> None:
+        """Wake the readers that wait for news of a directory, as a change in it would."""
+        for watch, waiters in [*self._waiters.items()]:
+            for waiter in [each for each in waiters if each.watches.get(watch) == directory]:
+                waiter.look_again(directory)
+                waiter.event.set()
 
     def close(self) -> None:
         """Close the descriptor, with all its watches."""
@@ -253,6 +262,7 @@ class Cursor:
         self.overtaken = range(0)
         self.end = offset  # of the partition, at the last read
         self.seen: Signature | None = None  # at a read that found nothing
+        self.cold: ColdObject | None = None  # what it waits for, because it lies in KMQ_TIER
         self.damage = Damage()
 
     def locate(self) -> None:
@@ -262,7 +272,20 @@ class Cursor:
             self.offset, self.start = self.partition.locate(start), None
 
     def has_news(self) -> bool:
+        if self.cold is not None:
+            return self.cold.has_news
         return not self.damage.is_resting and self.partition.signature() != self.seen
+
+    def waits_for_cold(self) -> bool:
+        """Return True while what it reads next is being fetched in. Raises DamageError if that is damaged."""
+        if (cold := self.cold) is None:
+            return False
+        if cold.damage is not None:
+            self.cold = None
+            raise cold.damage
+        if cold.is_here:
+            self.cold = None
+        return self.cold is not None
 
     def overtake(self, begin: int) -> None:
         """Move to the first record of the partition, if the next one to read was deleted."""
@@ -274,16 +297,23 @@ class Cursor:
     def move(self, offset: int) -> None:
         """Move to another offset."""
         if offset != self.offset:
-            self.offset, self.seen, self.damage = offset, None, Damage()
+            self.offset, self.seen, self.cold, self.damage = offset, None, None, Damage()
 
 
 class Fetching:
     """Reads for all doors. Every method may raise RequestRefused."""
 
     def __init__(
-        self, data: str, page: StatsPage, partitions: Partitions, waking: Waking, answers: Budget | None = None
+        self,
+        data: str,
+        page: StatsPage,
+        partitions: Partitions,
+        waking: Waking,
+        answers: Budget | None = None,
+        cold: ColdReads | None = None,
     ) -> None:
         self.partitions, self.waking, self._router = partitions, waking, page.rows["router"]
+        self.cold = cold or ColdReads(data, waking.wake)
         self.answers = answers or Budget(ANSWER_BYTES)
         self.damaged = Damaged(page.rows["gateway"])
         self._marks_from = identity.marks_from(data)
@@ -306,15 +336,37 @@ class Fetching:
         return len(self._waiting)
 
     async def run(self, work: Callable[..., T], *arguments: object) -> T:
-        """Run work that reads files in a thread, and return its result."""
+        """Run work that reads files in a thread, and return its result. It runs again once what it needs is fetched in.
+
+        Raises RequestRefused (cold) if that takes too long.
+        """
+        deadline = 0.0
+        while True:
+            try:
+                return await self._run(work, *arguments)
+            except NotHereError as err:
+                deadline = deadline or time.monotonic() + WAIT_S
+                await self.wait_for_cold(err, deadline - time.monotonic())
+
+    async def wait_for_cold(self, err: NotHereError, seconds: float) -> None:
+        """Wait until what lies in KMQ_TIER is here. Raises RequestRefused (cold, damaged)."""
+        try:
+            await self.cold.wait(err, seconds)
+        except DamageError as damage:
+            raise self._refusal(damage) from damage
+
+    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         except DamageError as err:
             if isinstance(err, MisplacedError) and self._router.state_name != "ready":
                 raise RequestRefused("not_ready", f"{err.path}: the router may be about to write its index") from err
-            self.damaged.note(err)
-            fields = {name: getattr(err, name) for name in ("path", "byte", "end", "first_offset", "next_offset")}
-            raise RequestRefused("damaged", str(err), **fields) from err
+            raise self._refusal(err) from err
+
+    def _refusal(self, err: DamageError) -> RequestRefused:
+        self.damaged.note(err)
+        fields = {name: getattr(err, name) for name in ("path", "byte", "end", "first_offset", "next_offset")}
+        return RequestRefused("damaged", str(err), **fields)
 
     async def open(self, topic: str, number: int, at: Position) -> Cursor:
         """Return a cursor at that position. An offset is checked only by the first read."""
@@ -343,6 +395,9 @@ class Fetching:
         while True:
             count, shaped = await self.read(cursors, limit, shape)
             if count or not await self.wait(cursors, deadline, event, is_over):
+                cold = next((cursor.cold for cursor in cursors if cursor.cold is not None), None)
+                if not count and cold is not None and not self.is_stopping:
+                    raise refusal(cold)  # an empty answer would say that there is nothing more
                 return shaped
 
     async def read(self, cursors: Sequence[Cursor], limit: Limit, shape: Callable[[list[Message]], T]) -> tuple[int, T]:
@@ -351,12 +406,14 @@ class Fetching:
         They count for the READER of this task, if there is one, until its answer is sent.
         """
         reader, nbytes = READER.get(), 0
+        cold: list[tuple[Cursor, NotHereError]] = []
         if reader is not None:
             await self.answers.take(reader, COPIES * max(_CHUNK_BYTES, limit.nbytes))
 
         def work() -> tuple[int, T]:
             nonlocal nbytes
             found: list[Message] = []
+            cold.clear()
             for cursor in cursors:
                 room = Limit(limit.messages - len(found), limit.nbytes - nbytes)
                 if found and (room.messages <= 0 or room.nbytes <= 0):
@@ -365,10 +422,15 @@ class Fetching:
                     continue
                 # If messages were found, the next call reports the error, because their cursors have moved.
                 try:
+                    if cursor.waits_for_cold():
+                        continue
                     some = self._read(cursor, room, is_first=not found)
                 except DamageError as err:
                     if not found and cursor.damage.is_new(err):
                         raise
+                    continue
+                except NotHereError as err:
+                    cold.append((cursor, err))
                     continue
                 except RequestRefused:
                     if not found:
@@ -379,7 +441,10 @@ class Fetching:
             return len(found), shape(found)
 
         try:
-            return await self.run(work)
+            done = await self.run(work)
+            for cursor, err in cold:
+                cursor.cold = self.cold.want(err)
+            return done
         finally:
             if reader is not None:
                 self.answers.settle(reader, COPIES * nbytes)
@@ -415,7 +480,7 @@ class Fetching:
             room = limit.nbytes - nbytes
             try:
                 begin, lines = partition.read(cursor.offset, min(_CHUNK_BYTES, room))
-            except DamageError:
+            except (DamageError, NotHereError):
                 if found:
                     break
                 raise

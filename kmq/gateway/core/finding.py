@@ -281,7 +281,8 @@ class PlaceFinder:
         return {seq: StoredPlace(number, *place) for seq, place in found.items()}
 
     def _tail(self, topic: str, number: int) -> _Tail:
-        tail = self._tails.pop((topic, number), None) or _Tail(reader.partition(self._data, topic, number))
+        # What lies in KMQ_TIER alone has no place here: an acknowledgement never waits for the store.
+        tail = self._tails.pop((topic, number), None) or _Tail(reader.local(self._data, topic, number))
         self._tails[topic, number] = tail
         while len(self._tails) > _TAILS:
             self._tails.popitem(last=False)

@@ -23,6 +23,7 @@ Not covered Access rights, and offsets of groups. A disk that returns other byte
 """
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -37,6 +38,7 @@ from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
 from kmq.log.gaps import Gaps
 from kmq.log.reader import LogReader
+from kmq.log.rows import CACHE, NotHereError
 from kmq.log.segment import COMPACT, LOG_APPEND_TIME, RECV_TS, CheckedLines, within
 from kmq.log.segment_reader import LineStart, SegmentReader
 from kmq.message import record
@@ -46,7 +48,7 @@ from kmq.wire.requests import Position
 # --- ranges of records -----------------------------------------------------------------------------------------------
 
 PIECE_BYTES = 2 << 20  # in a span: checking takes a few milliseconds
-_NEVER = 1 << 63
+_NEVER = reader.NEVER
 
 
 class Span(NamedTuple):
@@ -104,19 +106,21 @@ class Range:
     # --- locating ----------------------------------------------------------------------------------------------------
 
     def _locate(self, end: int, max_bytes: int) -> None:
-        for first, path, following, has_gap in _listed(self._log, self.first_offset):
+        begins, listed = self._log.listed(self.first_offset)
+        for found in listed:
+            first, following = found.first, found.end
             if first >= end:
                 return
             try:
-                segment = SegmentReader(path, first, self._log.by_seq, following < _NEVER)
-            except DamageError:
+                segment = found.open()
+            except (DamageError, NotHereError):
                 if self._parts:
                     return  # a shorter range: the good records before the damage
                 raise
             with segment:
                 offset, begin, piece = first, 0, None
                 if not self._parts:
-                    begin_at = max(self.first_offset, first)
+                    begin_at = max(begins, first)
                     piece = _holding(segment, begin_at, self._log.known_in(segment, begin_at))
                     if piece is None:
                         _check_whole(segment, begin_at, following)
@@ -134,8 +138,9 @@ class Range:
                     stop, self.next_offset = _end(segment, LineStart(offset, begin), end)
                 if stop > begin or segment.sealed:
                     file = segment.inode, segment.size
-                    self._parts.append(_Part(first, path, segment.sealed, file, offset, begin, self.next_offset, stop))
-                if has_gap:
+                    part = _Part(first, found.path, segment.sealed, file, offset, begin, self.next_offset, stop)
+                    self._parts.append(part)
+                if found.is_last:
                     return
 
     # --- checking ----------------------------------------------------------------------------------------------------
@@ -182,17 +187,6 @@ def _checked(segment: SegmentReader, start: LineStart, stop: int) -> tuple[int, 
     except DamageError as err:
         return end, offset, True, err
     return end, offset, True, None
-
-
-def _listed(log: LogReader, offset: int) -> Iterator[tuple[int, str, int, bool]]:
-    """Yield the segments from the one with `offset` on: first offset, path, end (_NEVER: active), and if a gap follows."""
-    segments = log.segments()
-    number = max(0, sum(first <= offset for first, _ in segments) - 1)
-    mine = segments[number:]
-    followers = [first for first, _ in mine[1:]]
-    ends = gaps.ends(followers, log.gaps()) if followers else []
-    for (first, path), end, follower in zip(mine, [*ends, _NEVER], [*followers, _NEVER], strict=False):
-        yield first, path, end, end < follower
 
 
 def _check_whole(segment: SegmentReader, offset: int, following: int) -> None:
@@ -281,13 +275,15 @@ def _read_batch(log: LogReader, start: int, end: int, max_bytes: int) -> Batch |
     """Return records from `start` on and before `end`, of one segment; None if there are none.
 
     The segment is opened once, and each block is checked once. Raises FileNotFoundError if a segment has gone
-    meanwhile.
+    meanwhile, NotHereError if they lie in the store alone.
     """
-    for first, path, following, _ in _listed(log, start):
+    start, listed = log.listed(start)
+    for found in listed:
+        first, following = found.first, found.end
         if first >= end:
             return None
         with ExitStack() as opened:
-            segment = opened.enter_context(SegmentReader(path, first, False, following < _NEVER))
+            segment = opened.enter_context(found.open())
             batch = _first_of(segment, log, max(start, first), end, max_bytes)
             if batch is not None and batch.span.nbytes <= IN_MEMORY:
                 return batch._replace(segment=None, text=batch.span.read())
@@ -442,16 +438,24 @@ class Partition:
         return max(start, position.value)
 
     def first_shown(self, target: int) -> DatedRecord | None:
-        """Return the first message that is shown with `target` (ms) or a later time; None if there is none."""
-        if not self._owner.shows_receipt(self.topic):
-            return self._owner.times_of(self).first(self.start(), self.read, target)
+        """Return the first message that is shown with `target` (ms) or a later time; None if there is none.
+
+        Of records that lie in rows the time of receipt counts: it is known without reading them.
+        """
+        cold = self._log.last_cold()
+        if not self._owner.shows_receipt(self.topic) and (cold is None or cold[0] < target * 1000):
+            return self._owner.times_of(self).first(self.start() if cold is None else cold[1], self.read, target)
         found = self._log.find(target * 1000, RECV_TS)
         return None if found is None else DatedRecord(record.stamp(found.line)[1] // 1000, found.offset)
 
     def highest_shown(self) -> DatedRecord | None:
-        """Return the first of the messages that are shown with the highest time; None if the partition is empty."""
+        """Return the first of the messages that are shown with the highest time; None if the partition is empty.
+
+        Records that lie in rows do not count: they are older than what the disk has.
+        """
         if not self._owner.shows_receipt(self.topic):
-            return self._owner.times_of(self).highest(self.start(), self.read)
+            cold = self._log.last_cold()
+            return self._owner.times_of(self).highest(self.start() if cold is None else cold[1], self.read)
         start, end = self.bounds()  # the last record of a partition is never compacted
         end = gaps.before(self.gaps(), end)
         last = self._log.stamp_of(end - 1) if start < end else None
@@ -473,7 +477,12 @@ class Partition:
         self.check()
         while True:
             with suppress(FileNotFoundError):  # retention or compaction removed a segment meanwhile: look again
-                batch = _read_batch(self._log, offset, min(END, offset + most), min(max_bytes, MAX_BATCH))
+                try:
+                    batch = _read_batch(self._log, offset, min(END, offset + most), min(max_bytes, MAX_BATCH))
+                except DamageError as err:
+                    if self._owner.removed_from_cache(err):
+                        continue
+                    raise
                 if batch is not None:
                     self._owner.reach(self, batch.offset + batch.lines)
                     return batch
@@ -484,7 +493,12 @@ class Partition:
     def read(self, offset: int, max_bytes: int) -> tuple[int, bytes]:
         """Return (offset of the first line, whole checked lines): as `batch` does, in memory."""
         self.check()
-        first, lines = self._log.read(offset, max_bytes)
+        try:
+            first, lines = self._log.read(offset, max_bytes)
+        except DamageError as err:
+            if not self._owner.removed_from_cache(err):
+                raise
+            first, lines = self._log.read(offset, max_bytes)
         self._owner.reach(self, first + record.count_lines(lines))
         return first, lines
 
@@ -515,6 +529,7 @@ class Partitions:
         self._bounds = Bounds(data)
         self.gaps = self._bounds.gaps  # (topic, number) → the gaps of a partition, cached as `bounds` are
         self._reached: dict[tuple[str, int], int] = {}
+        self._removed: set[str] = set()  # directories of the cache that were damaged once
         # by partition, with its topic's from_seq; most recently used last
         self._times: dict[tuple[str, int], tuple[int | None, ShownTimes]] = {}
         self._times_lock = threading.Lock()
@@ -530,6 +545,15 @@ class Partitions:
             if len(self._times) > _MOST_TIMES:
                 del self._times[next(iter(self._times))]
             return times
+
+    def removed_from_cache(self, damage: DamageError) -> bool:
+        """Remove a damaged file of the cache, to be fetched in once more. Return False if it is not one, or was before."""
+        directory = os.path.dirname(damage.path)
+        if not directory.startswith(f"{self.data}/{CACHE}/") or directory in self._removed:
+            return False
+        self._removed.add(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+        return True
 
     def reach(self, partition: Partition, end: int) -> int:
         """Note that a partition has records up to `end`. Return the highest end it ever had. Ends only grow, even in a

@@ -66,6 +66,9 @@ OPTIONS = {
     "segmentBytes": Option("segment_bytes", str, int),
     "cleanupPolicy": Option("cleanup", str, str),
     "deleteRetentionMs": Option("delete_retention", _age_text, _age),
+    "tier": Option("tier", str, str),
+    "localRetentionMs": Option("local_retention_age", _age_text, _age),
+    "localRetentionBytes": Option("local_retention_bytes", _count_text, _count),
     "maxDeliveries": Option("max_deliveries", _count_text, _count),
     "messageTimestampType": Option("message_timestamp_type", str, str),
     "kafkaSettings": Option("kafka_settings", str, str),
@@ -210,6 +213,7 @@ class TopicAdmin:
                 "name", "must match [A-Za-z0-9_][A-Za-z0-9_.-]{0,199} and not begin with append, dropped or __"
             )
         _check_letters(name, limits)
+        self._check_tier(name, limits, limits)
         if not 1 <= partitions <= topics.MAX_PARTITIONS:
             raise bad_field("partitions", f"must be between 1 and {topics.MAX_PARTITIONS}")
         if partitioner not in (None, *topics.PARTITIONERS):
@@ -306,12 +310,20 @@ class TopicAdmin:
     def _ask_to_set(self, name: str, limits: dict[str, str]) -> TopicRequest:
         own = topic_changes.limits_to_be(self._data, name, dict(topics.read(self._data, name).limits))
         topic_changes.apply(own, limits)
+        self._check_tier(name, limits, own)
         try:
             Limits().with_changes(own)
         except ConfigError as err:
             raise RequestRefused("bad_request", str(err)) from None
         _check_letters(name, limits)
         return topic_changes.submit(self._data, topic_changes.SET, name, limits)
+
+    def _check_tier(self, name: str, asked: Mapping[str, str], own: Mapping[str, str]) -> None:
+        try:
+            topics.check_tier(self._data, name, asked, own, bool(self._broker.settings.shard))
+        except ConfigError as err:
+            field = "cleanupPolicy" if str(err).startswith("cleanup") else "tier"
+            raise bad_field(field, str(err).partition(": ")[2]) from None
 
     async def delete(self, name: str) -> None:
         """Delete a topic with its records, and wait until its files are gone."""

@@ -46,6 +46,7 @@ from kmq.gateway.groups.offsets import OffsetCommit
 from kmq.gateway.groups.protocol import GroupView, State
 from kmq.log import gaps
 from kmq.log.damage import DamageError
+from kmq.log.rows import NotHereError
 from kmq.logfmt import Logger
 from kmq.wire.requests import Position, TopicPartition
 
@@ -188,6 +189,8 @@ class GroupAdmin:
             at, received = self._received.get(place, (-1, 0.0))
             if at != offset:
                 received = self._partitions.open(*partition).received_at(offset) or 0.0
+        except NotHereError as err:
+            received = err.row.times[0] / 1e6  # of the first record of its object: at least as old
         except (RequestRefused, DamageError):  # just deleted; damage is reported elsewhere
             return 0.0
         if at != offset:

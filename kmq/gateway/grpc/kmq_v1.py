@@ -15,6 +15,7 @@ from typing import Any
 
 from kmq.config.values import MIB
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.cold import refusal
 from kmq.gateway.core.core import Core
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.redelivery import Redelivery
@@ -97,6 +98,8 @@ class KmqV1:
             with self._streams.enter(call):
                 while not count and await fetching.wait([cursor], until, asyncio.Event(), lambda: False):
                     count, response = await read(self._core, self._longest, call, cursor, limit, shape)
+        if not count and cursor.cold is not None:
+            raise refusal(cursor.cold)  # an empty response would say that there is nothing more
         return response
 
     # --- subscribe ---------------------------------------------------------------------------------------------------

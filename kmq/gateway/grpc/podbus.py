@@ -21,11 +21,13 @@ from kmq.config.settings import Settings
 from kmq.errors import KmqError
 from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, Budget
 from kmq.gateway.core.broker import RequestRefused, refusal_of
+from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.feed import Feed, Record, Watermark
 from kmq.gateway.core.ingress import own_address
 from kmq.gateway.grpc.calls import GrpcCall, Streams, longest_message
 from kmq.gateway.grpc.schema import PODBUS
 from kmq.log.damage import DamageError
+from kmq.log.rows import NotHereError
 from kmq.logfmt import Logger
 
 SCOPE = "podbus"  # in which message ids are unique
@@ -48,7 +50,9 @@ class PodBus:
         log: Logger,
         streams: Streams,
         answers: Budget | None = None,
+        cold: ColdReads | None = None,
     ) -> None:
+        self._cold = cold or ColdReads(settings.data, lambda directory: None)
         self.settings, self.watermark, self.log = settings, watermark, log
         self._longest = longest_message(settings)
         self._answers = answers or Budget(ANSWER_BYTES)
@@ -195,11 +199,14 @@ class PodBus:
     async def _fill(self, feed: Feed) -> int:
         """Let the feed read the files, and return the seq up to which the router had written them."""
         routed = self.watermark.routed
-        if feed.has_more():
+        while feed.has_more():
             try:
                 await asyncio.to_thread(feed.fill, routed)
+                break
             except DamageError as err:
                 raise RequestRefused("damaged", f"{err}; found while reading from seq {feed.next_seq}") from err
+            except NotHereError as err:
+                await self._cold.wait(err)
         return routed
 
     async def _pass(self, seq: int) -> None:

@@ -21,6 +21,7 @@ from kmq.gateway.console.dead import DeadLetters
 from kmq.gateway.console.messages import EVERY_S, QUIET_S, Follower, Wanted, find_messages
 from kmq.gateway.console.overview import ConsoleOverview
 from kmq.gateway.core.broker import RequestRefused, bad_field
+from kmq.gateway.core.cold import refusal
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.finding import SeqFinder
 from kmq.gateway.groups.admin import GroupAdmin
@@ -30,6 +31,7 @@ from kmq.gateway.http.messages import micros, position
 from kmq.gateway.http.request import JSON, NDJSON, Bodies, HttpCall, body_of, caller
 from kmq.gateway.http.schema import read_body
 from kmq.log.damage import DamageError
+from kmq.log.rows import NotHereError
 from kmq.wire.requests import Position
 
 _THREADS = 2
@@ -104,7 +106,11 @@ class Console:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        while True:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+            except NotHereError as err:
+                await self._core.cold.wait(err)
 
     async def _answer(self, work: Callable[[], dict[str, Any]]) -> web.Response:
         """Return what `work` finds. A large answer becomes text in the thread, too."""
@@ -182,9 +188,11 @@ class Console:
         filters = [given] if isinstance(given, str) else given
         dry_run = body.get("dryRun", True)
         rate, most = float(body.get("rate", 0)), body.get("max", _MOST_REPLAYED)
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._replays, self._dead.replay, call.path["topic"], filters, rate, most, dry_run
-        )
+        asked = call.path["topic"], filters, rate, most, dry_run
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(self._replays, self._dead.replay, *asked)
+        except NotHereError as err:
+            raise refusal(self._core.cold.want(err)) from err
         return web.json_response(found)
 
     async def reset(self, call: HttpCall) -> web.Response:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from kmq.gateway.core.broker import RequestRefused, bad_field
+from kmq.gateway.core.cold import refusal
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.groups.admin import GroupAdmin
@@ -109,6 +110,8 @@ class GroupCalls:
                         await self._send(call, answer, poller, given)
                         return answer
                     if time.monotonic() >= deadline:
+                        if cold := next((each.cold for each in cursors if each.cold is not None), None):
+                            raise refusal(cold)  # an empty answer would say that there is nothing more
                         break
                     # Look again in time for a message that becomes due, or for a sign of life.
                     due_s = poller.reader.wait_s(poller.reader.cursors.values())

@@ -43,12 +43,14 @@ from aiohttp import web
 
 from kmq.broker.door import advertised
 from kmq.gateway.core.broker import Broker, RequestRefused, check_data
+from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.partitions import END, Range, Span
 from kmq.gateway.http.request import answering
 from kmq.log import gaps, identity, reader, topics
 from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL, LogReader
+from kmq.log.rows import NotHereError
 from kmq.message import record
 from kmq.repair import ledger
 
@@ -67,7 +69,8 @@ T = TypeVar("T")
 class LogCalls:
     """The handlers. They only read."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, cold: ColdReads) -> None:
+        self._cold = cold
         self._settings, self._data = broker.settings, broker.settings.data
         self._durability, self._router = broker.page.rows["durability"], broker.page.rows["router"]
         self._durable = 0  # the highest durable seq seen
@@ -101,7 +104,12 @@ class LogCalls:
         self._threads.shutdown(wait=False)
 
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        """Run work in a thread, again once what it needs of KMQ_TIER is fetched in. Raises RequestRefused (cold)."""
+        while True:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+            except NotHereError as err:
+                await self._cold.wait(err)
 
     # --- all logs ----------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.groups.offset_table import MAX_OFFSET
 from kmq.gateway.http.exchange import WebHandler, time_limit
 from kmq.log.damage import DamageError
+from kmq.log.rows import NotHereError
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
 # Short words for JSON schemas: what operations.py and schema.py are written in.
@@ -255,6 +256,8 @@ def answering(handler: WebHandler) -> WebHandler:
             return response_of(request, refused)
         except DamageError as err:
             return response_of(request, damaged(err))
+        except NotHereError as err:
+            return response_of(request, RequestRefused("cold", str(err)))
 
     return answer
 

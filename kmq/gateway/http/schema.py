@@ -231,6 +231,7 @@ _TIMESTAMPS = text(
     enum=["CreateTime", "LogAppendTime"],
 )
 _CLEANUP = text("delete, or compact: only the latest message of each key has to stay", enum=["delete", "compact"])
+_TIER = text("on: old messages go to the store KMQ_TIER; off: not", enum=["on", "off"])
 _OPTIONS: dict[str, Schema] = {
     "retentionMs": _limit("age in ms at which messages are deleted"),
     "retentionBytes": _limit("bytes of a partition beyond which the oldest messages are deleted"),
@@ -238,13 +239,16 @@ _OPTIONS: dict[str, Schema] = {
     "segmentBytes": number("bytes at which a partition begins a new file", least=1),
     "cleanupPolicy": _CLEANUP,
     "deleteRetentionMs": _limit("age in ms up to which compaction keeps a message without a value"),
+    "tier": _TIER,
+    "localRetentionMs": _limit("with tier=on: age in ms at which messages leave the disk; default: as retentionMs"),
+    "localRetentionBytes": _limit("with tier=on: bytes of a partition on the disk; default: as retentionBytes"),
     "maxDeliveries": _limit("deliveries after which a message that is given back becomes a dead letter"),
     "messageTimestampType": _TIMESTAMPS,
     "kafkaSettings": text("settings that Kafka's clients gave the topic, of no effect here: name=value;name=value"),
 }
 _PARTITIONER = text("how a key decides on the partition; new topics: murmur2", enum=[*PARTITIONERS])
 _CHANGES = {name: or_null(schema) for name, schema in _OPTIONS.items()}
-for _name in ("cleanupPolicy", "messageTimestampType"):
+for _name in ("cleanupPolicy", "messageTimestampType", "tier"):
     _CHANGES[_name]["enum"] = [*_OPTIONS[_name]["enum"], None]
 _OFFSET = number("position in the partition, from 0, for ever the same")
 _BYTES = {"type": ["string", "null"], "description": "text, or base64 with format=base64; null: none"}

@@ -24,6 +24,7 @@ from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import MAX_FRAME, ApiHandler, Call, Connection, Handler
 from kmq.gateway.kafka.door import NAMES, BrokerNodes
 from kmq.gateway.kafka.topic_settings import (
+    ATTRIBUTES,
     BOOLEAN,
     DEFAULT,
     FIXED,
@@ -265,7 +266,7 @@ class AdminHandler(ApiHandler):
 
     def _source(self, option: TopicSetting) -> int:
         # Not `given`: a broker's processes are given all settings.
-        limit = OPTIONS[option.option].limit
+        limit = ATTRIBUTES[OPTIONS[option.option].limit]
         is_set = limit in STANDARD and getattr(self._settings, limit) != STANDARD[limit]
         return OF_BROKER if is_set else DEFAULT
 

@@ -29,6 +29,7 @@ from kmq.broker.stats import Incidents
 from kmq.config.values import KIB, MIB
 from kmq.gateway.core.answers import COPIES, BudgetHolder
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.cold import ColdObject
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Waiter
 from kmq.gateway.core.metrics import Requests as RequestCounts
@@ -43,6 +44,7 @@ from kmq.gateway.kafka.wire import ErrorCode, Fields, KafkaRefused, Key
 from kmq.log import gaps
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.log.gaps import Gaps
+from kmq.log.rows import NotHereError
 from kmq.message.record import count_lines
 from kmq.wire.requests import TopicPartition
 
@@ -64,7 +66,7 @@ class _PartitionView:
     """A partition as a connection reads it. `first` and `end`: as its files were `seen`; `end` may have risen."""
 
     __slots__ = (
-        *("damage", "directory", "end", "first", "gaps", "offset"),
+        *("cold", "damage", "directory", "end", "first", "gaps", "needs", "offset"),
         *("partition", "rests_until", "seen", "seen_at"),
     )
 
@@ -73,12 +75,14 @@ class _PartitionView:
         self.first = self.end = UNKNOWN
         self.seen: Signature | None = None
         self.damage: DamageError | None = None
+        self.needs: NotHereError | None = None  # what the last read lacked, until it is asked for
+        self.cold: ColdObject | None = None  # what is being fetched in
         self.gaps: Gaps = ()
         self.rests_until = self.seen_at = 0.0
 
     def move(self, offset: int) -> None:
         if offset != self.offset:
-            self.offset, self.rests_until = offset, 0.0
+            self.offset, self.rests_until, self.cold = offset, 0.0, None
 
     def look(self) -> None:
         """Find the beginning and end of the partition. Raises DamageError; RequestRefused if its topic was deleted."""
@@ -116,6 +120,8 @@ class _PartitionView:
 
     def growth(self) -> int:
         """Return how many bytes the partition has grown since it was seen. A new segment counts as a whole answer."""
+        if self.cold is not None:
+            return MAX_ANSWER if self.cold.has_news else 0
         now, seen = self.partition.signature(), self.seen
         if now == seen or self.is_resting:
             return 0
@@ -284,6 +290,7 @@ class FetchHandler:
                 nbytes, is_full = await self._core.fetching.run(self._read, call, request, rows)
                 self._core.answers.settle(consumer, nbytes)
                 is_over |= is_full
+                self._ask_for_cold(rows, is_over)
             before = consumer.errors
             consumer.errors = {place: row.code for place, row in rows.items() if row.code != ErrorCode.none}
             is_new = any(before.get(place) != code for place, code in consumer.errors.items())
@@ -292,8 +299,21 @@ class FetchHandler:
             consumer.close()
             partitions = [row.view for row in rows.values() if row.view is not None]
             if not await self._wait(consumer, partitions, until, request.min_bytes - nbytes) and not nbytes:
+                self._ask_for_cold(rows, is_over=True)
                 return rows
             del rows
+
+    def _ask_for_cold(self, rows: Rows, is_over: bool) -> None:
+        """Have what lies in KMQ_TIER fetched in. Its partitions are empty until the wait of the fetch is over.
+
+        Then they have an error if the store has failed: an empty answer would only be repeated.
+        """
+        for row in rows.values():
+            view = row.view
+            if view is not None and view.needs is not None:
+                view.cold, view.needs = self._core.cold.want(view.needs), None
+            if is_over and view is not None and view.cold is not None and view.cold.failure and not row.records:
+                row.code = ErrorCode.kafka_storage_error
 
     async def _cached_rows(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows | None:
         """Return cached batches if they answer the request; None if files must be read.
@@ -486,6 +506,10 @@ class FetchHandler:
         while not found or most >= _ENOUGH_BYTES:
             try:
                 data, following = self._batch(view, offset, most, version, has_lines)
+            except NotHereError as err:
+                if not found:
+                    view.needs = err
+                break
             except DamageError as err:
                 if found:
                     break  # the next fetch reports it
@@ -509,6 +533,12 @@ class FetchHandler:
             return patched(cached.data, cached.first, self._epoch()), cached.last + 1
         if not has_lines or offset >= view.end:
             return b"", offset
+        if (cold := view.cold) is not None:
+            if not cold.has_news:
+                return b"", offset
+            view.cold = None
+            if cold.damage is not None:
+                raise cold.damage
         first, lines = partition.read(offset, min(max(1, most), _CHUNK_BYTES))
         if first != offset:  # retention has deleted it, which causes no event
             view.first, view.seen = first, None
@@ -548,7 +578,10 @@ class FetchHandler:
                 place = TopicPartition(topic.name, asked.partition_index)
                 epoch = getattr(asked, "current_leader_epoch", UNKNOWN)
                 work = self._tried, call, place, epoch, self._offset_at, place, asked.timestamp
-                code, found = await self._core.fetching.run(*work)
+                try:
+                    code, found = await self._core.fetching.run(*work)
+                except RequestRefused as err:  # its records lie in KMQ_TIER, which takes too long
+                    code, found = wire.code_of(err), None
                 timestamp, offset = found or (UNKNOWN, UNKNOWN)
                 row = {"partition_index": place.partition, "error_code": code, "timestamp": timestamp, "offset": offset}
                 rows.append(row | {"leader_epoch": self._epoch() if offset >= 0 else UNKNOWN})

@@ -39,14 +39,20 @@ class TopicSetting(NamedTuple):
 TOPIC_SETTINGS = {
     "cleanup.policy": TopicSetting("cleanupPolicy", LIST, "log.cleanup.policy"),
     "delete.retention.ms": TopicSetting("deleteRetentionMs", _LONG, "log.cleaner.delete.retention.ms"),
+    "local.retention.bytes": TopicSetting("localRetentionBytes", _LONG, "log.local.retention.bytes", True),
+    "local.retention.ms": TopicSetting("localRetentionMs", _LONG, "log.local.retention.ms", True),
     "message.timestamp.type": TopicSetting("messageTimestampType", STRING, "log.message.timestamp.type"),
+    "remote.storage.enable": TopicSetting("tier", BOOLEAN, "log.remote.storage.enable"),
     "retention.bytes": TopicSetting("retentionBytes", _LONG, "log.retention.bytes", True),
     "retention.ms": TopicSetting("retentionMs", _LONG, "log.retention.ms", True),
     "segment.bytes": TopicSetting("segmentBytes", INT, "log.segment.bytes"),
     "segment.ms": TopicSetting("segmentMs", _LONG, "log.roll.ms"),
 }
 _LIMITS = {OPTIONS[option.option].limit for option in TOPIC_SETTINGS.values()}
-STANDARD = {row.attribute: row.parse(row.default) for row in SETTINGS if row.attribute in _LIMITS}
+ATTRIBUTES = {limit: limit for limit in _LIMITS} | {"tier": "tier_topics"}  # by limit: that of the broker's setting
+STANDARD = {row.attribute: row.parse(row.default) for row in SETTINGS if row.attribute in ATTRIBUTES.values()}
+_AS_TOTAL = -2  # of a local limit: that of the topic as a whole
+_SWITCH = {"true": "on", "false": "off"}
 _NO_EFFECT = "taken and kept, of no effect in KMQ"
 _NUMBER = re.compile(r"-?\d{1,19}")
 _LEGAL: dict[int, Callable[[str], bool]] = {  # by type of a setting
@@ -70,8 +76,6 @@ _KEPT = {
     "follower.replication.throttled.replicas": LIST,
     "index.interval.bytes": INT,
     "leader.replication.throttled.replicas": LIST,
-    "local.retention.bytes": _LONG,
-    "local.retention.ms": _LONG,
     "max.compaction.lag.ms": _LONG,
     "message.downconversion.enable": BOOLEAN,
     "message.format.version": STRING,
@@ -103,7 +107,6 @@ FIXED = {
     "min.cleanable.dirty.ratio": (_DOUBLE, "0.5"),
     "min.compaction.lag.ms": (_LONG, "0"),
     "preallocate": (BOOLEAN, "false"),
-    "remote.storage.enable": (BOOLEAN, "false"),
     "segment.index.bytes": (INT, "10485760"),
     "segment.jitter.ms": (_LONG, "0"),
     "unclean.leader.election.enable": (BOOLEAN, "false"),
@@ -121,6 +124,10 @@ def value_of(name: str, options: Mapping[str, int | str], own: Iterable[str] = (
     """Return a setting in Kafka's form, given all options of a topic, and the names of the topic's own."""
     option = TOPIC_SETTINGS[name]
     value = options[option.option]
+    if name.startswith("local.") and option.option not in own:
+        return str(_AS_TOTAL)
+    if option.kind == BOOLEAN:
+        return next(text for text, kept in _SWITCH.items() if kept == value)
     if name == "cleanup.policy" and value == "compact":
         has_own = any(options[limit] != UNLIMITED for limit in _RETENTION if limit in own)
         return _BOTH if has_own else "compact"
@@ -186,8 +193,14 @@ def _legal(name: str, text: str, fixed: Mapping[str, Row]) -> str:
     return value
 
 
-def _parsed(name: str, text: str) -> int | str:
+def _parsed(name: str, text: str) -> Value:
     option = TOPIC_SETTINGS[name]
+    if option.kind == BOOLEAN:
+        if text.strip().lower() not in _SWITCH:
+            raise bad_field(name, f"{text[:80]!r} is neither true nor false")
+        return _SWITCH[text.strip().lower()]
+    if name.startswith("local.") and text.strip() == str(_AS_TOTAL):
+        return None
     if name == "cleanup.policy":
         words = {word.strip() for word in text.split(",")}
         return "compact" if words == {"compact", "delete"} else text.strip()

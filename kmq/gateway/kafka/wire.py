@@ -549,6 +549,7 @@ _CODES = {
     "too_long": ErrorCode.message_too_large,
     "too_large": ErrorCode.message_too_large,
     "out_of_range": ErrorCode.offset_out_of_range,
+    "cold": ErrorCode.kafka_storage_error,
     "damaged": ErrorCode.kafka_storage_error,
     "disk_full": ErrorCode.kafka_storage_error,
     "quota": ErrorCode.kafka_storage_error,

@@ -29,6 +29,7 @@ from kmq.gateway.lines.connection import LineConnection, OtherProtocol, TooLong
 from kmq.gateway.lines.service import Service
 from kmq.gateway.lines.session import Session
 from kmq.log.damage import DamageError
+from kmq.log.rows import NotHereError
 from kmq.wire.replies import Batch, Failed, Started
 from kmq.wire.requests import (
     EARLIEST,
@@ -103,20 +104,34 @@ class Consumption:
         await self._begin(cursor, cursor.offset)
         end = await self._service.run(cursor.partition.end)
         while self._left and cursor.offset < end:
-            before = cursor.offset
+            before, cold = cursor.offset, None
             async with self._service.reading(self._connection):
                 try:
                     await self._send_range(cursor, min(end, before + self._left))
                 except FileNotFoundError:  # a segment was deleted, or replaced by compaction: look again
                     continue
+                except NotHereError as err:
+                    cold = err
+            if cold is not None:  # waits without a place among those that are sent records
+                await self._wait_for_cold(cold)
+                continue
             if cursor.offset == before:
                 start = await self._service.run(cursor.partition.first_after, before)
                 if start <= before:
                     return
                 await self._begin(cursor, start)  # more was deleted than was asked for
 
+    async def _wait_for_cold(self, err: NotHereError) -> None:
+        """Wait until what lies in KMQ_TIER is here, however long that takes. Raises DamageError; ConnectionError."""
+        while True:
+            try:
+                return await self._service.cold.wait(err)
+            except RequestRefused:
+                if self._connection.transport.is_closing():
+                    raise ConnectionResetError("the client has gone") from None
+
     async def _send_range(self, cursor: Cursor, end: int) -> None:
-        found = await self._service.run(cursor.partition.range, cursor.offset, end)
+        found = await self._service.run_now(cursor.partition.range, cursor.offset, end)
         try:
             if found.first_offset > cursor.offset:
                 await self._begin(cursor, found.first_offset)
@@ -149,13 +164,17 @@ class Consumption:
 
     async def _send_new(self, cursor: Cursor) -> bool:
         seen = cursor.partition.signature()
-        if seen == cursor.seen or not self._left or cursor.damage.is_resting:
+        if seen == cursor.seen or not self._left or cursor.damage.is_resting or cursor.waits_for_cold():
             return False
         async with self._service.reading(self._connection):
-            if cursor.start is not None:
-                await self._service.run(cursor.locate)
-                await self._begin(cursor, cursor.offset)
-            batch = await self._service.run(cursor.partition.batch, cursor.offset, MAX_BATCH, self._left)
+            try:
+                if cursor.start is not None:
+                    await self._service.run_now(cursor.locate)
+                    await self._begin(cursor, cursor.offset)
+                batch = await self._service.run_now(cursor.partition.batch, cursor.offset, MAX_BATCH, self._left)
+            except NotHereError as err:
+                cursor.cold = self._service.cold.want(err)
+                return False
             if batch is None:
                 cursor.seen = seen
                 return False

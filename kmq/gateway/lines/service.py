@@ -19,12 +19,14 @@ from kmq.broker.stats import Strangers
 from kmq.config.settings import Settings
 from kmq.gateway.core.answers import PATIENCE_S
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.fetching import Waking
 from kmq.gateway.core.finding import RecordPlace, SeqFinder
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Batch, Partitions
 from kmq.gateway.lines.connection import LineConnection, OtherProtocol, TooLong
 from kmq.log.damage import DamageError, MisplacedError
+from kmq.log.rows import NotHereError
 from kmq.wire import foreign
 from kmq.wire.requests import BadLine, name_of
 
@@ -50,12 +52,14 @@ class Service:
         requests: Requests,
         partitions: Partitions | None = None,
         damaged: Callable[[DamageError], object] = lambda err: None,
+        cold: ColdReads | None = None,
     ) -> None:
-        """`damaged` counts damage that is found."""
+        """`damaged` counts damage that is found. `cold` fetches in what lies in KMQ_TIER."""
         self.settings, self.waking, self.requests = settings, waking, requests
         self.partitions = partitions or Partitions(settings.data)
         self._tokens, self._strangers = tokens, strangers
         self.damaged = damaged
+        self.cold = cold or ColdReads(settings.data, waking.wake if waking else lambda directory: None)
         self._threads = ThreadPoolExecutor(_THREADS, "lines")
         self._most_reads = max(8, min(_READS, files.claim() // 16))
         self._reads = asyncio.Semaphore(self._most_reads)
@@ -79,6 +83,19 @@ class Service:
 
         After a power cut logs end earlier than before, or lack their index, until the router has recovered. A consumer
         of such a log is too early (not_ready). Its offset is not wrong (out_of_range), and nothing is damaged.
+
+        Work that needs records of KMQ_TIER runs again once they are fetched in.
+        """
+        while True:
+            try:
+                return await self.run_now(work, *arguments)
+            except NotHereError as err:
+                await self.cold.wait(err)
+
+    async def run_now(self, work: Callable[..., T], *arguments: object) -> T:
+        """Run work as `run` does, but do not wait for KMQ_TIER: the caller holds a place of `reading`, or has others.
+
+        Raises NotHereError.
         """
         running = self._threads.submit(work, *arguments)
         try:

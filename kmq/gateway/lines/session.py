@@ -33,6 +33,7 @@ from kmq.gateway.groups.streaming import Fetches, PendingFetch, Rebalances, serv
 from kmq.gateway.lines.connection import LineConnection
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError
+from kmq.log.rows import NotHereError
 from kmq.wire import replies, requests
 from kmq.wire.refusals import by_code
 from kmq.wire.replies import (
@@ -261,12 +262,14 @@ class Session:
         if seen == cursor.seen or cursor.damage.is_resting:
             return False
         try:
+            if cursor.waits_for_cold():
+                return False
             async with self.service.reading(self.connection):
                 if cursor.start is not None:
-                    await self.service.run(cursor.locate)
+                    await self.service.run_now(cursor.locate)
                 most = await self._skip(cursor) if cursor.skips else END
                 most = most if cursor.most is None else min(most, cursor.most)
-                batch = await self.service.run(_batch, cursor, fetch.limit.nbytes, most)
+                batch = await self.service.run_now(_batch, cursor, fetch.limit.nbytes, most)
                 self.reader.report_overtaken([cursor])
                 if batch is None:
                     cursor.seen = seen
@@ -287,6 +290,9 @@ class Session:
                 finally:
                     if batch.segment is not None:
                         self.service.release(batch.segment)
+        except NotHereError as err:
+            cursor.cold = self.service.cold.want(err)
+            return False
         except (DamageError, RequestRefused) as err:
             code = err.code if isinstance(err, RequestRefused) else "damaged"
             if code not in ("damaged", "unknown_topic"):  # damaged or deleted: continue with the others

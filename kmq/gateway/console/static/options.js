@@ -6,9 +6,10 @@ import { h } from "./dom.js";
 import { bytes, count, duration, visible } from "./text.js";
 
 export const OPTIONS = { retentionMs: "Kept for", retentionBytes: "Kept up to", segmentMs: "New file after", segmentBytes: "New file at", cleanupPolicy: "Cleanup",
-  deleteRetentionMs: "Tombstones kept", maxDeliveries: "Deliveries at most", messageTimestampType: "Timestamp",
+  deleteRetentionMs: "Tombstones kept", tier: "Old records to the tier", localRetentionMs: "On disk for", localRetentionBytes: "On disk up to",
+  maxDeliveries: "Deliveries at most", messageTimestampType: "Timestamp",
   kafkaSettings: "Kafka settings, of no effect" };
-const CHOICES = { cleanupPolicy: ["delete", "compact"], messageTimestampType: ["CreateTime", "LogAppendTime"] };
+const CHOICES = { cleanupPolicy: ["delete", "compact"], tier: ["on", "off"], messageTimestampType: ["CreateTime", "LogAppendTime"] };
 const TIMES = { ms: 1, s: 1e3, min: 6e4, h: 36e5, d: 864e5 };
 const SIZES = { B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40 };
 

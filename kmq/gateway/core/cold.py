@@ -1,0 +1,233 @@
+"""Cold reads: records that lie in KMQ_TIER alone are fetched in, while readers wait and others go on.
+
+    partition.read(17, MIB)       → NotHereError: the object with the records 0…511 is not here
+    await cold.wait(err, 20.0)    → it is here: read again
+
+Invariant   A reader that waits is told of no end that is not one, and never that its offset is out of range. An object is
+            asked for once, however many readers wait for it. Who waits holds no thread, no open file and no share of the
+            answers' budget. Hot reads need nothing of this module.
+Store away  The request is repeated while somebody waits; `failure` says why it takes so long.
+Damage      An object that is missing, or not what its row says, is damage of its records: `damage`, for each reader once.
+Ahead       Who has read one object gets the next one before it asks.
+Cost        Two threads, from the first cold read on.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from kmq.errors import ConfigError, KmqError
+from kmq.gateway.core.broker import RequestRefused
+from kmq.log import rows, segment
+from kmq.log.damage import DamageError
+from kmq.log.rows import NotHereError
+from kmq.logfmt import Logger
+
+if TYPE_CHECKING:  # a gateway without cold reads does not load the tier
+    from kmq.tier.cache import TierCache
+
+WAIT_S = 20.0  # longest wait of a request that must answer
+_THREADS = 2
+_AGAIN_S = 2.0  # after a failure
+_WANTED_S = 60.0  # a failed object that nobody has asked for since is given up
+_TICK_S = 1.0
+
+
+class ColdObject:
+    """A row that is fetched in. `is_here`: it can be read now. `failure`: what the store said last; `damage`: for good."""
+
+    def __init__(self, err: NotHereError) -> None:
+        self.err, self.path = err, os.path.dirname(rows.cached_path(err.directory, err.life, err.row))
+        self.event = asyncio.Event()
+        self.failure = ""
+        self.damage: DamageError | None = None
+        self.wanted_at = time.monotonic()
+
+    @property
+    def is_here(self) -> bool:
+        return self.event.is_set()
+
+    @property
+    def has_news(self) -> bool:
+        return self.is_here or self.damage is not None
+
+
+class ColdReads:
+    """Fetches in what readers of the gateway need. Use it in the event loop only."""
+
+    def __init__(
+        self,
+        data: str,
+        wake: Callable[[str], None],
+        url: str = "",
+        most_bytes: int = 0,
+        log: Logger | None = None,
+        lacks_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`wake` wakes the readers that wait for a directory. `url`: KMQ_TIER."""
+        self._data, self._wake, self._url, self._most, self._log = data, wake, url, most_bytes, log
+        self._lacks_room = lacks_room
+        self._objects: dict[str, ColdObject] = {}  # that are not here yet, by path
+        self._ahead: dict[str, tuple[ColdObject, float]] = {}  # fetched in: once it is read, the next one is wanted
+        self._threads: ThreadPoolExecutor | None = None
+        self._cache: TierCache | None = None
+        self._ticking: asyncio.TimerHandle | None = None
+        self.fetched = self.waits = 0  # for the metrics
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes lie in the cache."""
+        return 0 if self._cache is None else self._cache.nbytes
+
+    @property
+    def waiting(self) -> int:
+        """Return how many objects are waited for."""
+        return len(self._objects)
+
+    def want(self, err: NotHereError, is_ahead: bool = False) -> ColdObject:
+        """Have a row fetched in, and return it at once."""
+        found = ColdObject(err)
+        known = self._objects.get(found.path)
+        if known is not None:
+            known.wanted_at = time.monotonic()
+            return known
+        self.waits += not is_ahead
+        self._objects[found.path] = found
+        self._fetch(found)
+        if self._ticking is None:
+            self._ticking = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        return found
+
+    async def wait(self, err: NotHereError, seconds: float = WAIT_S) -> None:
+        """Return once the row can be read. Raises DamageError; RequestRefused (cold) after `seconds`."""
+        found = self.want(err)
+        deadline = time.monotonic() + seconds
+        while not found.has_news:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise refusal(found)
+            found.wanted_at = time.monotonic()
+            try:
+                async with asyncio.timeout(min(left, _TICK_S)):
+                    await found.event.wait()
+            except TimeoutError:
+                pass
+        if found.damage is not None:
+            raise found.damage
+
+    def close(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+        if self._cache is not None:
+            self._cache.is_closed = True
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- fetching in -------------------------------------------------------------------------------------------------
+
+    def _fetch(self, found: ColdObject) -> None:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS, "cold")
+        running = asyncio.get_running_loop().run_in_executor(self._threads, self._work, found.err)
+        running.add_done_callback(lambda done: self._done(found, done))
+
+    def _work(self, err: NotHereError) -> None:
+        from kmq.tier.cache import TierCache
+        from kmq.tier.store import open_store
+
+        if not self._url:
+            raise ConfigError("KMQ_TIER is not set, so nothing can be fetched from there")
+        if self._cache is None:
+            self._cache = TierCache(self._data, open_store(self._url), self._most)
+        self._cache.fetch(err.directory, err.life, err.row)
+
+    def _done(self, found: ColdObject, done: "asyncio.Future[None]") -> None:
+        if done.cancelled():
+            return
+        from kmq.tier.objects import ObjectError
+        from kmq.tier.store import MissingError
+
+        err = done.exception()
+        if err is None:
+            self.fetched += 1
+            found.failure = ""
+            self._objects.pop(found.path, None)
+            self._ahead[found.path] = found, time.monotonic()
+            found.event.set()
+        elif isinstance(err, ObjectError | MissingError):
+            self._objects.pop(found.path, None)
+            found.damage = damage_of(found, err)
+            if self._log is not None:
+                names = {
+                    "topic": _topic_of(found),
+                    "first_offset": found.err.row.base,
+                    "last_offset": found.err.row.next - 1,
+                }
+                self._log.error("tier_object_damaged", **names, reason=err, effect="these records cannot be read")
+        else:
+            self._failed(found, err)
+        self._wake(found.err.directory)
+
+    def _failed(self, found: ColdObject, err: BaseException) -> None:
+        if not found.failure and self._log is not None:
+            effect = "readers of old records wait, or are told to come again; nothing else does"
+            self._log.warn("tier_read_failed", reason=err, effect=effect)
+        found.failure = str(err) if isinstance(err, KmqError | OSError) else repr(err)
+        if time.monotonic() - found.wanted_at < _WANTED_S:
+            asyncio.get_running_loop().call_later(_AGAIN_S, self._again, found)
+        else:
+            self._objects.pop(found.path, None)
+
+    def _again(self, found: ColdObject) -> None:
+        if self._objects.get(found.path) is found:
+            self._fetch(found)
+
+    # --- ahead, and room ---------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Fetch ahead of who has read an object. Give room back while the disk lacks it."""
+        self._ticking = None
+        cache = self._cache
+        if cache is None:
+            return
+        if self._lacks_room():
+            cache.give_way()
+        for path, (found, since) in [*self._ahead.items()]:
+            if cache.was_read(path):
+                del self._ahead[path]
+                if os.path.exists(f"{path}/log"):
+                    self._want_next(found.err)
+            elif time.monotonic() - since > _WANTED_S:
+                del self._ahead[path]
+        if self._objects or self._ahead or cache.nbytes:
+            self._ticking = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+    def _want_next(self, err: NotHereError) -> None:
+        try:
+            listed = segment.listing(err.directory)
+            found = rows.of(err.directory)
+        except (DamageError, OSError):
+            return
+        after = [row for row in found.cold(listed[0][0]) if row.base >= err.row.next] if listed else []
+        if after and found.life == err.life:
+            following = NotHereError(err.directory, err.life, after[0])
+            if not os.path.exists(rows.cached_path(err.directory, err.life, after[0])):
+                self.want(following, is_ahead=True)
+
+
+def refusal(found: ColdObject) -> RequestRefused:
+    """Return the refusal of a request whose records are not here yet."""
+    why = f": {found.failure}" if found.failure else ""
+    return RequestRefused("cold", f"{found.err}; they are being fetched, ask again{why}")
+
+
+def damage_of(found: ColdObject, err: BaseException) -> DamageError:
+    row = found.err.row
+    return DamageError(f"{found.path}/log", 0, row.nbytes, row.base, row.next, str(err))
+
+
+def _topic_of(found: ColdObject) -> str:
+    return found.err.directory.split("/")[-2]

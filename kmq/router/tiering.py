@@ -1,0 +1,193 @@
+"""The rows of partitions, whose old records lie in KMQ_TIER: the router's side.
+
+    topics/.tiered/orders-3 says `184 add orders/3 … base=1000 next=1512 …`     → a line in topics/orders/3/tier
+    topics/orders/3 has segments from 1000 on, its local limits have room for less, `tier` has rows up to 1512
+                                                                  → the segments that end at or before 1512 may go
+
+Owner       the router process. kmq.tier lays lines out; this module alone writes the files `tier` (kmq/log/rows.py).
+Invariant   Nothing is deleted by local limits that `tier` on disk does not have. Total limits are decided over rows and
+            segments as one list, oldest first, by offsets: no byte counts twice, and a segment never goes before a row
+            that is older. `start` is on disk before a segment goes that no row has.
+Crash       Lines that were taken are not taken again. What is laid out stays until it is installed.
+Memory      The parsed file of each partition that has one.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+
+from kmq.files import with_room
+from kmq.log import identity, rows
+from kmq.log.index import lineage_of
+from kmq.log.partition import PartitionState, directory_of
+from kmq.log.rows import TierFile
+from kmq.log.segment import Limits
+from kmq.message.routing import Topic
+from kmq.router.in_force import Context, TopicsInForce
+
+OUTBOX = "topics/.tiered"  # in which kmq.tier lays out lines
+_PLACE = re.compile(r"(.+)-(\d{1,4})")
+_WHAT = "that old records of partitions lie in KMQ_TIER"
+
+
+class Tiering:
+    """What the router knows of the rows of partitions."""
+
+    def __init__(
+        self, context: Context, in_force: TopicsInForce, states: Mapping[tuple[str, int], PartitionState]
+    ) -> None:
+        """`states`: of all partitions."""
+        self._context, self._in_force, self._states = context, in_force, states
+        self._files: dict[tuple[str, int], TierFile] = {}
+        self._is_writing = False  # a file, which may wait for room
+
+    def load(self, topic: Topic, number: int) -> TierFile | None:
+        """Read the file of a partition, at a start. Return it if it has rows."""
+        content = rows.content_of(directory_of(self._context.data, topic.name, number))
+        if content is None:
+            return None
+        found = rows.parse(content, f"{topic.name}/{number}")
+        if found is not None and found.life == topic.from_seq:
+            self._files[topic.name, number] = found
+            return found if found.rows else None
+        if found is None:
+            effect = "readers are refused offsets before its segments until kmq.tier has laid out its rows again"
+            file = rows.path_of(directory_of(self._context.data, topic.name, number))
+            self._context.logger.error("rows_damaged", file=file, effect=effect)
+        return None
+
+    def of(self, name: str, number: int) -> TierFile | None:
+        """Return the rows of a partition; None if it has never had any."""
+        found = self._file(name, number)
+        return found if found is not None and found.end is not None else None
+
+    def _file(self, name: str, number: int) -> TierFile | None:
+        found, topic, state = self._files.get((name, number)), *self._in_force_of(name, number)
+        if found is None or topic is None or found.life != topic.from_seq:
+            return None  # of a deleted topic
+        if state is not None and len(state.gaps) > len(found.gaps):  # written by an append
+            found = self._files[name, number] = found.copy()
+            found.gaps = tuple((gap.first, gap.to) for gap in state.gaps)
+        return found
+
+    def _in_force_of(self, name: str, number: int) -> tuple[Topic | None, PartitionState | None]:
+        topic: Topic | None = self._in_force.table.get(name.encode())
+        is_there = topic is not None and not topic.is_gone and number < topic.partitions
+        return topic if is_there else None, self._states.get((name, number))
+
+    # --- lines that are laid out -------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Take the lines that kmq.tier has laid out."""
+        try:
+            names = [
+                match for name in os.listdir(f"{self._context.data}/{OUTBOX}") if (match := _PLACE.fullmatch(name))
+            ]
+        except FileNotFoundError:
+            return
+        for name in names:
+            path = f"{self._context.data}/{OUTBOX}/{name[0]}"
+            with open(path, "rb") as file:
+                laid_out = file.read()
+            self._install(name[1], int(name[2]), laid_out)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def _install(self, name: str, number: int, laid_out: bytes) -> None:
+        topic, _ = self._in_force_of(name, number)
+        head = laid_out[: laid_out.find(b"\n") + 1]
+        coming = rows.parse(head, f"{name}/{number}")  # whether its lines follow is asked below
+        if topic is None or coming is None or coming.life != topic.from_seq:
+            self._context.logger.warn("rows_discarded", topic=name, partition=number, reason="of another life")
+            return
+        lines = laid_out.decode("ascii").splitlines()[1:]
+        try:
+            after = self._append(topic, number, lines)
+        except ValueError as err:
+            self._context.logger.warn("rows_discarded", topic=name, partition=number, reason=err)
+            return
+        names = {"topic": name, "partition": number, "end_offset": after.end}
+        self._context.logger.info("rows_installed", **names, rows=len(after.rows))
+
+    def _append(self, topic: Topic, number: int, lines: list[str]) -> TierFile:
+        """Add lines to the file of a partition. It is on disk when this returns."""
+        at, directory = (topic.name, number), directory_of(self._context.data, topic.name, number)
+        before = self._file(*at)
+        is_new = before is None
+        if before is None:
+            self._in_force.raise_format(identity.FORKED, topic, _WHAT)
+            before = rows.empty(lineage_of(self._context.data), f"{topic.name}/{number}", topic.from_seq)
+            before.gaps = tuple((gap.first, gap.to) for gap in self._states[at].gaps)
+        base = before
+        self._is_writing = True
+        try:
+            found = with_room(
+                rows.path_of(directory),
+                self._context.wait_for_room,
+                lambda: rows.append(directory, base, lines, is_new),
+            )
+        finally:
+            self._is_writing = False
+        assert isinstance(found, TierFile)
+        self._files[at] = found
+        return found
+
+    # --- starts and limits -------------------------------------------------------------------------------------------
+
+    def set_start(self, name: str, number: int, offset: int) -> None:
+        """Let a partition that has rows begin at `offset` for readers; it may begin later already."""
+        found, (topic, _) = self.of(name, number), self._in_force_of(name, number)
+        if found is not None and topic is not None and found.start < offset:
+            self._append(topic, number, [f"start {offset}"])
+
+    def end_at(self, name: str, number: int, seq: int) -> int | None:
+        """Return an offset at or before the end that a partition had at record `seq`; None if no row has that record."""
+        found = self.of(name, number)
+        row = next((row for row in found.rows if row.seqs[1] >= seq), None) if found else None
+        return row.base if row else None
+
+    def due(self, at: tuple[str, int], state: PartitionState, limits: Limits, now_s: float, most: int) -> int:
+        """Return how many of the oldest sealed segments of a partition may go; let it begin later if rows are due."""
+        found = self.of(*at)
+        if found is None:
+            return limits.expired(state.sealed, state.active_bytes, now_s, most)
+        if self._is_writing:  # room is made for this file itself: its start cannot move now
+            return self._due_here(found, state, limits, now_s, most) if limits.is_tiered else 0
+        start, count = self._due_in_all(found, state, limits, now_s, most)
+        if start > found.begin(state.start):
+            self.set_start(*at, start)
+        return max(count, self._due_here(found, state, limits, now_s, most)) if limits.is_tiered else count
+
+    def _due_in_all(
+        self, found: TierFile, state: PartitionState, limits: Limits, now_s: float, most: int
+    ) -> tuple[int, int]:
+        """Return where the partition begins by its total limits, and how many segments may go by them."""
+        cold = found.cold(state.start)
+        begin = found.begin(state.start)
+        total = found.cold_bytes(state.start) + state.size
+        for row in cold:
+            is_too_large = bool(limits.retention_bytes) and total > limits.retention_bytes
+            if not (is_too_large or row.times[1] <= (now_s - limits.retention_age) * 1e6):
+                return begin, 0
+            total -= rows.nbytes_before([row], state.start) - rows.nbytes_before([row], begin)
+            begin = min(row.next, state.start)
+        count = limits.expired(state.sealed, state.active_bytes, now_s, most)
+        if count and count == len(state.sealed) and not state.active_bytes:
+            return state.sealed_ends()[-1] - 1, count  # the last record of a log stays
+        return ([*(part.first for part in state.sealed), state.base][count] if count else begin), count
+
+    def _due_here(self, found: TierFile, state: PartitionState, limits: Limits, now_s: float, most: int) -> int:
+        """Return how many segments may go by local limits, or because the disk lacks room."""
+        ends = state.sealed_ends()[:most]
+        covered = sum(end <= (found.end or 0) for end in ends)
+        if not covered or self._context.lacks_room():
+            return covered
+        return min(covered, limits.local().expired(state.sealed, state.active_bytes, now_s, most))
+
+
+def floor(found: TierFile | None) -> PartitionState | None:
+    """Return where a partition whose segments are lost begins again: after its rows; None without any row."""
+    if found is None or not found.rows or found.end != (end := found.rows[-1].next):
+        return None
+    return PartitionState(end, found.last_seq, 0, end)

@@ -1,0 +1,130 @@
+"""A broker without its processes, whose old records go to a store: WAL, router and kmq.tier of one data directory.
+
+broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on", local_retention_bytes=8192))
+broker.send(*lines)
+broker.turn()              kmq.tier copies, the router installs and deletes
+"""
+
+from pathlib import Path
+
+from fake_logger import FakeLogger
+from made_up import FIRST_TS, block, no_room, stored
+from tier_stores import LyingStore
+
+from kmq.log import gaps, identity, reader, rows, segment, topics, wal
+from kmq.log.gaps import Fork
+from kmq.log.segment import Limits
+from kmq.log.wal import Wal
+from kmq.router.queues import Queues
+from kmq.tier.commits import CommitLog, TierState
+from kmq.tier.turn import Copier, TurnOptions
+
+
+class TieredBroker:
+    def __init__(self, path: Path, limits: Limits, object_bytes: int = 1 << 26, partitions: int = 1) -> None:
+        self.data, self.limits, self.object_bytes = str(path / "data"), limits, object_bytes
+        self.store = LyingStore(str(path / "store"))
+        self.logger = FakeLogger()
+        self.now_s = FIRST_TS / 1e6
+        self.lacks_room = False
+        self.next_seq = 1
+        self.sent: list[bytes] = []  # stored lines, of all topics
+        identity.open_data(self.data)
+        topics.declare(self.data, "t", partitions, partitioner="crc32")
+        self.start()
+        self.kill_copier()
+
+    def start(self) -> None:
+        self.wal = Wal(self.data, no_room, 1 << 20, Limits(segment_bytes=self.limits.segment_bytes))
+        self.queues = Queues(
+            self.data,
+            no_room,
+            self.logger,
+            self.limits,
+            now_s=lambda: self.now_s,
+            lacks_room=lambda: self.lacks_room,
+        )
+        self.queues.recover(self.wal.last_seq)
+
+    def kill_copier(self) -> None:
+        """The next turn is that of a new process."""
+        options = TurnOptions(self.object_bytes, 0, lambda: wal.last_stored(self.data)[0], limits=lambda: self.limits)
+        self.copier = Copier(self.data, self.store, self.logger, options)
+
+    def stop(self) -> None:
+        self.queues.close()
+        self.wal.close()
+
+    def kill(self) -> None:
+        self.wal.close()
+
+    def fork(self, seq: int, offset: int) -> None:
+        self.stop()
+        gaps.write_forks(self.data, [*gaps.forks(self.data), Fork(seq, offset)])
+        self.start()
+
+    def send(self, *lines: bytes, group: int = 10) -> None:
+        for at in range(0, len(lines), group):
+            some = [*lines[at : at + group]]
+            text = stored(some, self.next_seq)
+            last = self.next_seq + len(some) - 1
+            self.wal.append([(b"".join(text), self.next_seq, len(text), FIRST_TS + last)])
+            self.wal.sync()
+            self.queues.route([block(some, self.next_seq)])
+            self.queues.make_topics()
+            self.next_seq = last + 1
+            self.sent += text
+        self.now_s = (FIRST_TS + self.next_seq) / 1e6
+
+    def checkpoint(self) -> None:
+        self.queues.settle()
+        self.queues.checkpoints.start()
+        self.queues.settle()
+
+    def tick(self) -> None:
+        """The router's ticks until nothing changes: installs, rolls, retires."""
+        for _ in range(4):
+            self.queues.retention.roll_over_soon()
+            self.queues.tick()
+            self.queues.settle()
+
+    def turn(self) -> None:
+        self.checkpoint()
+        self.copier.turn()
+        self.tick()
+
+    # --- what is there -----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TierState:
+        return CommitLog(self.store, identity.lineage(self.data), "reader@here").read()
+
+    def rows(self, number: int = 0) -> list[tuple[int, int]]:
+        """(base, next) of the rows in the file `tier` of a partition."""
+        return [(row.base, row.next) for row in rows.of(self.directory(number)).rows]
+
+    def directory(self, number: int = 0) -> str:
+        return f"{self.data}/topics/t/{number}"
+
+    def local(self, number: int = 0) -> list[int]:
+        """First offsets of the segments."""
+        return [first for first, _ in segment.listing(self.directory(number))]
+
+    def begin(self, number: int = 0) -> int:
+        return reader.partition(self.data, "t", number).first_offset
+
+
+def lines(count: int, begin: int = 0, size: int = 100, topic: bytes = b"t") -> list[bytes]:
+    return [b"%b|1|%d|%b" % (topic, n, b"%d" % n * (size // len(str(n)))) for n in range(begin, begin + count)]
+
+
+def cold_broker(path: Path, count: int = 400, partitions: int = 1, object_bytes: int = 8192) -> TieredBroker:
+    """A broker of `count` messages, most of which lie in the store alone."""
+    limits = Limits(segment_bytes=4096, tier="on", local_retention_bytes=3 * 4096)
+    made = TieredBroker(path, limits, object_bytes, partitions)
+    made.send(*lines(count))
+    made.turn()
+    made.tick()
+    assert made.rows()[0][0] == 0 and made.local()[0] > 0 and made.begin() == 0
+    made.stop()
+    return made

@@ -1,0 +1,418 @@
+"""Reading what lies in the store: the same offsets, bytes and order as on the disk, by every way to read; and the cache."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+from log_server import up
+from made_up import FIRST_TS
+from tiered import TieredBroker, lines
+
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.cold import ColdReads
+from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.fetching import Cursor, Fetching, Limit, Waking
+from kmq.gateway.core.partitions import Partitions, Range
+from kmq.log import reader, rows
+from kmq.log.bounds import Bounds, measure
+from kmq.log.damage import DamageError
+from kmq.log.deleted_records import DeletedRecords
+from kmq.log.rows import NotHereError
+from kmq.log.segment import SEQ, Limits
+from kmq.tier import cache as cache_module
+from kmq.tier.cache import TierCache
+from kmq.tier.objects import ObjectError
+from kmq.tier.store import DirectoryStore, StoreError
+from kmq.wire.requests import Position
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+SEGMENT = 4096
+ON = Limits(segment_bytes=SEGMENT, tier="on", local_retention_bytes=3 * SEGMENT)
+COUNT = 400
+ALL = Limit(100_000, 1 << 24, 0.0)
+
+
+class Cold:
+    """A directory whose old records lie in the store, read through the cache."""
+
+    def __init__(self, broker, most_bytes=1 << 30):
+        self.broker, self.data, self.sent = broker, broker.data, broker.sent
+        self.cache = TierCache(broker.data, broker.store, most_bytes)
+        self.fetched = []
+
+    def get(self, do, *arguments):
+        """What `do` returns, once everything that it needs is here."""
+        while True:
+            try:
+                return do(*arguments)
+            except NotHereError as err:
+                assert len(self.fetched) < 1000
+                self.fetched.append(err.row.base)
+                self.cache.fetch(err.directory, err.life, err.row)
+
+    def log(self, number=0):
+        return reader.partition(self.data, "t", number)
+
+
+@pytest.fixture
+def broker(tmp_path):
+    made = TieredBroker(tmp_path, ON, object_bytes=8192)
+    made.send(*lines(COUNT))
+    made.turn()
+    made.tick()
+    assert len(made.rows()) > 3 and made.rows()[0][0] == 0 and made.local()[0] > 100
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def cold(broker):
+    return Cold(broker)
+
+
+# --- the same bytes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, 300, 5000, 1 << 20])
+def test_every_record_is_read_once_and_in_order_wherever_it_lies(cold, nbytes):
+    log, offset, found = cold.log(), 0, []
+    while True:
+        first, text = cold.get(log.read, offset, nbytes)
+        if not text:
+            break
+        assert first == offset
+        found += text.splitlines(keepends=True)
+        offset = first + text.count(b"\n")
+    assert found == cold.sent
+
+
+@pytest.mark.parametrize("nbytes", [1, 300, 5000, 1 << 20])
+def test_batches_and_ranges_have_the_same_bytes(cold, nbytes):
+    partition = Partitions(cold.data).open("t", 0)
+    for by_batch in (True, False):
+        offset, found = 0, b""
+        while offset < COUNT:
+            if by_batch:
+                batch = cold.get(partition.batch, offset, nbytes)
+                assert batch.offset == offset
+                found += batch.text or batch.span.read()
+                if batch.segment is not None:
+                    batch.segment.close()
+                offset = batch.offset + batch.lines
+            else:
+                asked = cold.get(Range, cold.log(), offset, COUNT, nbytes)
+                assert asked.first_offset == offset
+                while span := asked.take():
+                    found += span.read()
+                asked.close()
+                offset = asked.next_offset
+        assert found == b"".join(cold.sent)
+
+
+def test_a_range_ends_before_the_first_row_that_is_not_there(cold):
+    row = rows.of(cold.broker.directory()).rows[1]
+    with pytest.raises(NotHereError) as missing:
+        Range(cold.log(), row.base, COUNT)
+    assert missing.value.row == row
+    cold.cache.fetch(missing.value.directory, missing.value.life, row)
+    asked = Range(cold.log(), row.base + 3, COUNT)
+    assert (asked.first_offset, asked.next_offset) == (row.base + 3, row.next)
+    span = asked.take()
+    assert span.read() == b"".join(cold.sent[row.base + 3 : row.next])
+    asked.close()
+
+
+def test_a_row_that_reaches_into_the_segments_is_read_once(tmp_path):
+    """The first local segment begins inside of the last row that is needed."""
+    made = TieredBroker(tmp_path, Limits(segment_bytes=SEGMENT, tier="on", local_retention_bytes=SEGMENT))
+    made.send(*lines(100))
+    made.turn()
+    made.send(*lines(COUNT - 100, begin=100))
+    made.turn()
+    made.tick()
+    cold, local = Cold(made), made.local()[0]
+    assert [base for base, following in cold.broker.rows() if base < local < following]
+    partition = Partitions(cold.data).open("t", 0)
+    for offset in range(local - 20, local + 5):
+        first, text = cold.get(partition.read, offset, 1 << 20)
+        assert first == offset and text == b"".join(cold.sent[offset : offset + text.count(b"\n")])
+        asked = cold.get(partition.range, offset, offset + 40)
+        found = asked.take().read()
+        assert asked.first_offset == offset and found == b"".join(cold.sent[offset : asked.next_offset])
+        asked.close()
+    made.kill()
+
+
+def test_a_read_before_the_start_begins_at_the_start(cold):
+    broker = cold.broker
+    log = broker.queues.logs.log_of(broker.queues.in_force.table[b"t"], 0)
+    start = broker.rows()[1][0] + 7
+    broker.queues.retention.begin_at([(log, start)])
+    partition = Partitions(cold.data).open("t", 0)
+    assert cold.get(partition.read, 0, 1)[0] == start == partition.start() == Bounds(cold.data).of("t", 0)[0]
+    assert cold.get(partition.batch, 3, 1).offset == start
+    asked = cold.get(partition.range, 0, COUNT)
+    assert asked.first_offset == start and asked.take().read().startswith(cold.sent[start])
+    asked.close()
+    assert cold.get(cold.log().find, 1, SEQ).offset == start
+    assert 0 not in cold.fetched  # the row before the start is not needed
+
+
+# --- lookups ---------------------------------------------------------------------------------------------------------
+
+
+def test_lookups_by_seq_and_time_find_each_record(cold):
+    log = cold.log()
+    for offset in [0, 1, 5, *range(10, COUNT, 17), COUNT - 1]:
+        assert cold.get(log.offset_of_seq, offset + 1) == offset
+        assert cold.get(log.offset_of_time, FIRST_TS + offset + 1) == offset
+        assert cold.get(log.find, offset + 1, SEQ).line + b"\n" == cold.sent[offset]
+    assert log.offset_of_time(0) == 0 and log.offset_of_time(FIRST_TS * 2) == COUNT
+    assert cold.get(log.stamp_of, 3) == (4, FIRST_TS + 4)
+
+
+def test_what_begins_a_row_is_found_without_it(cold):
+    log = cold.log()
+    for row in rows.of(cold.broker.directory()).rows[:-1]:
+        assert log.offset_of_time(row.times[0]) == row.base and log.offset_of_seq(row.seqs[0]) == row.base
+    assert not cold.fetched
+
+
+def test_cuts_lie_between_objects_and_then_between_blocks(cold):
+    found = cold.log().cuts(0, COUNT, 9000)
+    local = cold.broker.local()[0]
+    bases = [base for base, _ in cold.broker.rows()]
+    assert found and found == sorted(set(found)) and all(cut in bases or cut >= local for cut in found)
+    assert any(cut in bases for cut in found) and not cold.fetched
+
+
+def test_times_that_consumers_see_are_found_in_rows_by_receipt(cold):
+    partition = Partitions(cold.data).open("t", 0)
+    target = (FIRST_TS + 5) // 1000 + 1  # all records are within a millisecond
+    assert partition.first_shown(target) is None
+    assert cold.get(partition.first_shown, FIRST_TS // 1000).offset == 0
+    assert partition.highest_shown() is not None
+    assert cold.get(partition.locate, Position("received", FIRST_TS + 8)) == 7
+
+
+def test_sizes_and_bounds_count_what_lies_in_the_store(cold):
+    [size] = measure(cold.data, "t", 1)
+    assert (size.first_offset, size.end_offset, size.messages) == (0, COUNT, COUNT)
+    bounds = Bounds(cold.data)
+    assert bounds.of("t", 0) == (0, COUNT)
+    cold.broker.queues.tiering.set_start("t", 0, 9)
+    assert bounds.of("t", 0) == (9, COUNT)
+
+
+def test_an_id_whose_record_lies_in_the_store_stays_known(cold):
+    known = DeletedRecords(cold.data, lambda: COUNT)
+    assert not [seq for seq in range(1, COUNT + 1) if known.has("t", b"t", seq)]
+    second = cold.broker.rows()[1][0]
+    cold.broker.queues.tiering.set_start("t", 0, second)
+    known.begin()
+    assert known.has("t", b"t", second) and not known.has("t", b"t", second + 1)
+
+
+def test_readers_of_the_disk_alone_see_no_row(cold):
+    log = reader.local(cold.data, "t", 0)
+    first = cold.broker.local()[0]
+    assert log.first_offset == first and log.read(0)[0] == first
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def paths(cold):
+    return {Path(path).parts[-1] for path in cold.cache._sizes}
+
+
+def fetch(cold, number):
+    found = rows.of(cold.broker.directory())
+    cold.cache.fetch(cold.broker.directory(), found.life, found.rows[number])
+
+
+def test_the_cache_is_bounded_and_the_least_recently_used_object_goes(broker, monkeypatch):
+    monkeypatch.setattr(cache_module, "_UNREAD_S", 0.0)
+    cold = Cold(broker, most_bytes=40_000)
+    for number in range(4):
+        fetch(cold, number)
+        os.utime(f"{cold.data}/tier/cache/t/1/0/{cold.broker.rows()[number][0]}", (number, number))
+    os.utime(f"{cold.data}/tier/cache/t/1/0/0", (100, 100))
+    fetch(cold, 4)
+    gone = str(cold.broker.rows()[1][0])
+    assert cold.cache.nbytes <= 40_000 and gone not in paths(cold) and "0" in paths(cold)
+    assert not os.path.exists(f"{cold.data}/tier/cache/t/1/0/{gone}")
+
+
+def test_what_a_reader_waits_for_stays_and_the_others_wait_their_turn(broker):
+    cold = Cold(broker, most_bytes=4 * 9000)
+    fetch(cold, 0)
+    fetch(cold, 1)
+    assert not cold.cache.make_room(9000)  # half of the cache is waited for
+    reader.partition(cold.data, "t", 0).read(0, 1)
+    assert cold.cache.make_room(9000)
+    cold.cache.give_way()
+    assert len(paths(cold)) == 1  # what nobody has read yet
+
+
+def test_a_start_counts_what_is_there_and_removes_what_a_kill_has_left(cold):
+    fetch(cold, 0)
+    os.makedirs(f"{cold.data}/tier/cache/.making-x")
+    again = TierCache(cold.data, cold.broker.store, 1 << 30)
+    assert again.nbytes == cold.cache.nbytes > 0 and not os.path.exists(f"{cold.data}/tier/cache/.making-x")
+
+
+def test_an_object_that_is_not_what_its_row_says_is_not_used(cold):
+    row = rows.of(cold.broker.directory()).rows[0]
+    path = f"{cold.broker.store.root}/{cold.broker.copier.lineage}/{row.key}"
+    content = Path(path).read_bytes()
+    for wrong in (content[:-1], content[:100] + b"x" + content[101:], content + content, b""):
+        Path(path).write_bytes(wrong)
+        with pytest.raises(ObjectError):
+            fetch(cold, 0)
+    assert not paths(cold) and not [name for name in os.listdir(f"{cold.data}/tier/cache") if name != "t"]
+
+
+def test_a_cached_file_that_is_damaged_is_fetched_once_more_and_then_is_damage(cold):
+    partition = Partitions(cold.data).open("t", 0)
+    cold.get(partition.read, 0, 1)
+    path = f"{cold.data}/tier/cache/t/1/0/0/log"
+    for is_over in (False, True):
+        with open(path, "r+b") as file:
+            file.write(b"999")
+        if is_over:
+            with pytest.raises(DamageError):
+                partition.read(0, 1)
+        else:
+            with pytest.raises(NotHereError):
+                partition.read(0, 1)
+            assert cold.get(partition.read, 0, 1)[1] == cold.sent[0]
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def run(data, scenario, url):
+    with up(data, synced=COUNT) as found:
+
+        async def whole():
+            partitions, waking = Partitions(data), Waking(Watermark(found.page))
+            cold = ColdReads(data, waking.wake, url, 1 << 30)
+            fetching = Fetching(data, found.page, partitions, waking, cold=cold)
+            try:
+                await scenario(fetching)
+            finally:
+                fetching.close()
+                cold.close()
+                waking.close()
+
+        asyncio.run(whole())
+
+
+def values(found):
+    return [(each.offset, each.line) for each in found]
+
+
+def test_hot_partitions_are_read_while_a_cold_one_is_fetched_in(tmp_path):
+    made = TieredBroker(tmp_path, ON, object_bytes=8192, partitions=2)
+    made.send(*lines(COUNT))
+    made.turn()
+    made.tick()
+    hot = made.queues.logs.states["t", 1].end_offset - 1
+    made.stop()
+
+    async def scenario(fetching):
+        cursors = [Cursor(fetching.partitions.open("t", 0), 0), Cursor(fetching.partitions.open("t", 1), hot)]
+        count, found = await fetching.read(cursors, ALL, values)
+        assert count == 1 and found[0][0] == hot and cursors[0].cold is not None
+        got = []
+        while len(got) < made.queues.logs.states["t", 0].end_offset:
+            got += await fetching.fetch(cursors, ALL._replace(wait_s=60.0), values, asyncio.Event())
+        assert [offset for offset, _ in got] == [*range(len(got))]
+        assert cursors[0].cold is None and fetching.cold.fetched > 1
+
+    run(made.data, scenario, f"file://{made.store.root}")
+
+
+def test_a_store_that_is_away_is_told_from_an_end(cold):
+    broker = cold.broker
+    os.rename(broker.store.root, f"{broker.store.root}-away")
+
+    async def scenario(fetching):
+        cursor = Cursor(fetching.partitions.open("t", 0), 0)
+        assert await fetching.run(cursor.partition.bounds) == (0, COUNT)
+        with pytest.raises(RequestRefused) as refused:
+            await fetching.fetch([cursor], ALL, values, asyncio.Event())
+        assert refused.value.code == "cold" and refused.value.refusal.is_retryable
+        assert await fetching.read([Cursor(cursor.partition, COUNT - 1)], ALL, values) == (
+            1,
+            [(COUNT - 1, broker.sent[-1][:-1])],
+        )
+        os.rename(f"{broker.store.root}-away", broker.store.root)
+        found = await fetching.fetch([cursor], ALL._replace(wait_s=60.0), values, asyncio.Event())
+        assert found[0] == (0, broker.sent[0][:-1])
+
+    run(cold.data, scenario, f"file://{broker.store.root}")
+
+
+def test_an_object_that_is_gone_is_damage_and_neighbours_go_on(cold):
+    found = rows.of(cold.broker.directory()).rows
+    os.unlink(f"{cold.broker.store.root}/{cold.broker.copier.lineage}/{found[1].key}")
+
+    async def scenario(fetching):
+        partition = fetching.partitions.open("t", 0)
+        with pytest.raises(RequestRefused) as refused:
+            await fetching.run(partition.read, found[1].base, 1)
+        assert refused.value.code == "damaged" and refused.value.fields["first_offset"] == found[1].base
+        assert (await fetching.run(partition.read, found[0].base, 1))[0] == 0
+        assert (await fetching.run(partition.read, found[2].base, 1))[0] == found[2].base
+        cursor = Cursor(partition, found[1].base)
+        with pytest.raises(RequestRefused):
+            await fetching.fetch([cursor], ALL._replace(wait_s=60.0), values, asyncio.Event())
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
+def test_the_next_object_is_there_before_its_reader_asks(cold):
+    async def scenario(fetching):
+        partition = fetching.partitions.open("t", 0)
+        await fetching.run(partition.read, 0, 1)
+        second = cold.broker.rows()[1][0]
+        deadline = time.monotonic() + 60
+        while not os.path.exists(f"{cold.data}/tier/cache/t/1/0/{second}/log"):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert fetching.cold.waits == 1
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
+def test_without_a_store_old_records_are_refused_and_not_out_of_range(cold):
+    async def scenario(fetching):
+        cursor = Cursor(fetching.partitions.open("t", 0), 0, is_strict=True)
+        with pytest.raises(RequestRefused) as refused:
+            await fetching.fetch([cursor], ALL, values, asyncio.Event())
+        assert refused.value.code == "cold"
+
+    run(cold.data, scenario, "")
+
+
+def test_a_store_that_fails_at_first_is_asked_again(cold, monkeypatch):
+    failures = ["one", "two"]
+    get = DirectoryStore.get
+
+    def failing(self, key):
+        if failures and "/topics/" in key:
+            raise StoreError(failures.pop())
+        return get(self, key)
+
+    monkeypatch.setattr(DirectoryStore, "get", failing)
+
+    async def scenario(fetching):
+        assert (await fetching.run(fetching.partitions.open("t", 0).read, 0, 1))[0] == 0
+        assert not failures
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}")

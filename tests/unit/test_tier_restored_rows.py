@@ -1,0 +1,128 @@
+"""Partitions with rows after a restore and after a fork: history stays in the store, at its offsets, also a second time."""
+
+import os
+import shutil
+
+import pytest
+from fake_logger import FakeLogger
+from tiered import TieredBroker, cold_broker, lines
+
+from kmq.config.settings import load
+from kmq.log import gaps, identity, reader, rows
+from kmq.log.rows import NotHereError
+from kmq.router import fork
+from kmq.tier.cache import TierCache
+from kmq.tier.restore import Restore, find_source
+from kmq.tier.store import get
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+COUNT = 400
+
+
+def restored(made, path, drill=False):
+    settings = load({"KMQ_DATA": str(path), "KMQ_SEGMENT_BYTES": "64 KiB"}, "none.toml")
+    Restore(made.store, find_source(made.store, "", "restore@here"), settings, FakeLogger(), lambda nbytes: None).run(
+        drill
+    )
+    return opened(made, str(path))
+
+
+def opened(made, data):
+    """A broker on another directory, with the same store."""
+    again = TieredBroker.__new__(TieredBroker)
+    again.__dict__.update(made.__dict__)
+    again.data, again.logger = data, FakeLogger()
+    again.start()
+    again.next_seq = gaps.forks(data)[-1].seq + 1_000_000_000
+    again.kill_copier()
+    return again
+
+
+def read_all(made):
+    """Every record of the partition by offset, from the store where it lies there alone."""
+    log, cache = reader.partition(made.data, "t", 0), TierCache(made.data, made.store, 1 << 30)
+    found, offset = {}, log.first_offset
+    while True:
+        try:
+            first, text = log.read(offset)
+        except NotHereError as err:
+            cache.fetch(err.directory, err.life, err.row)
+            continue
+        if not text:
+            return found
+        found |= dict(enumerate(text.splitlines(keepends=True), first))
+        offset = first + text.count(b"\n")
+
+
+@pytest.fixture
+def made(tmp_path):
+    broker = cold_broker(tmp_path, COUNT)
+    broker.copier.turn()  # all that the disk had
+    return broker
+
+
+def test_history_stays_in_the_store_at_its_offsets(made, tmp_path):
+    again = restored(made, tmp_path / "again")
+    assert read_all(again) == dict(enumerate(made.sent)) and again.begin() == 0
+    assert again.local()[0] > 100 and not os.path.exists(f"{again.data}/tier/cache/t/1/0/{again.local()[0]}")
+    end = gaps.read(again.directory())[-1].to
+    again.send(*lines(5, begin=1000))
+    assert [*read_all(again)] == [*range(COUNT), *range(end, end + 5)]
+    again.stop()
+
+
+def test_what_was_restored_goes_on_and_can_be_restored_itself(made, tmp_path):
+    again = restored(made, tmp_path / "again")
+    before = again.rows()
+    again.send(*lines(200, begin=1000))
+    for _ in range(3):
+        again.turn()
+    after = again.rows()
+    assert after[: len(before)] == before and after[-1][0] >= gaps.read(again.directory())[-1].to
+    whole = read_all(again)
+    again.stop()
+    third = restored(again, tmp_path / "third")
+    assert read_all(third) == whole and third.begin() == 0
+    third.stop()
+
+
+def test_a_partition_whose_records_all_lie_in_rows_comes_back_empty_at_their_end(tmp_path):
+    from kmq.log.segment import Limits
+
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096))
+    broker.send(*lines(100))
+    broker.turn()
+    broker.copier.turn()
+    assert broker.rows()[-1][1] == 100
+    broker.stop()
+    again = restored(broker, tmp_path / "again")
+    assert read_all(again) == dict(enumerate(broker.sent))
+    again.stop()
+
+
+def test_a_drill_names_the_objects_of_the_living_broker_and_writes_nothing(made, tmp_path):
+    keys = sorted(made.store.names(""))
+    again = restored(made, tmp_path / "drill", drill=True)
+    assert sorted(made.store.names("")) == keys and read_all(again) == dict(enumerate(made.sent))
+    again.stop()
+
+
+def test_a_forked_directory_keeps_its_rows_and_tells_its_new_lineage_of_them(made, tmp_path):
+    copy = str(tmp_path / "copy")
+    shutil.copytree(made.data, copy, symlinks=True)
+    settings = load({"KMQ_DATA": copy}, "none.toml")
+    fork.carry_out(copy, fork.plan(copy), settings, FakeLogger())
+    again = opened(made, copy)
+    assert read_all(again) == dict(enumerate(made.sent))
+    keys = [row.key for row in rows.of(again.directory()).rows]
+    assert all(key.startswith(f"{made.copier.lineage}/") for key in keys)
+    shutil.rmtree(f"{copy}/tier", ignore_errors=True)
+    again.send(*lines(200, begin=1000))
+    for _ in range(3):
+        again.turn()
+    assert again.copier.lineage == identity.lineage(copy) != made.copier.lineage
+    assert again.rows()[0][0] == 0 and again.rows()[-1][0] >= gaps.read(again.directory())[-1].to
+    assert [row.key for row in again.state.logs["t/0", 1].rows][: len(keys)] == keys
+    assert get(again.store, keys[0])
+    again.stop()
