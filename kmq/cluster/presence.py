@@ -103,11 +103,11 @@ class Presence:
         """`keeps_keys`: locked keys stay, unlocked, when the session ends. Else they are deleted."""
         self.ttl_s, self._keeps_keys = ttl_s, keeps_keys
         self.session = ""  # "": none
-        self.beaten = time.monotonic()  # send time of the last beat that was answered
+        self.last_beat = time.monotonic()  # send time of the last beat that was answered
 
     def open(self) -> Steps[None]:
         """Begin a session."""
-        self._name, self.beaten = f"kmq-{uuid.uuid4()}", time.monotonic()
+        self._name, self.last_beat = f"kmq-{uuid.uuid4()}", time.monotonic()
         yield from consul.register(self._name, self.ttl_s)
         for left in reversed(range(_SYNC_TRIES)):
             try:
@@ -129,11 +129,11 @@ class Presence:
                 raise SessionLost(f"this Consul agent does not know the check of our session: {error}") from error
             raise
         yield from self.check_if_late()
-        self.beaten = sent  # Consul counts from the arrival of a beat, which is not before its sending
+        self.last_beat = sent  # Consul counts from the arrival of a beat, which is not before its sending
 
     def check_if_late(self) -> Steps[None]:
         """Call `check` if the last heartbeat was not in time."""
-        if time.monotonic() - self.beaten > self.ttl_s:
+        if time.monotonic() - self.last_beat > self.ttl_s:
             yield from self.check()
 
     def check(self) -> Steps[None]:

@@ -172,8 +172,8 @@ class RolePage:
         self._words[_REFUSES] = self._words[_SURE_UNTIL] = self._words[_LEADS_UNTIL] = self._words[_HW] = 0
         fence()
 
-    def take(self, role: int, epoch: int, mark: int, hw: int) -> None:
-        """Begin a role, after `leave`."""
+    def enter(self, role: int, epoch: int, mark: int, hw: int) -> None:
+        """Enter a role, after `leave`."""
         self._words[_EPOCH], self._words[_MARK], self._words[_HW] = epoch, mark, hw
         fence()
         self._words[_ROLE] = role

@@ -38,17 +38,17 @@ def _run(settings: Settings, log: Logger, supervisor: int) -> None:
     except ImportError as error:
         raise ConfigError(f"{error}; a shard needs: {pip_install('cluster')}") from error
     _keep_heap()
-    told: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: told.append(number))
-    page = open_page(REPLICA, settings, supervisor, log, lambda: bool(told))
+        signal.signal(number, lambda number, frame: signals.append(number))
+    page = open_page(REPLICA, settings, supervisor, log, lambda: bool(signals))
     os.makedirs(settings.pipes, exist_ok=True)
     owner = FileLock(f"{settings.pipes}/replica.owner")
     owner.acquire("the replica of this broker", describe(REPLICA, settings.data))
     row = page.rows[REPLICA]
     row.begin(supervisor)
     try:
-        asyncio.run(live(settings, page, owner, lambda: bool(told), log))
+        asyncio.run(live(settings, page, owner, lambda: bool(signals), log))
         row.end(EXIT_OK)
     except (KmqError, OSError) as error:
         row.end(exit_code_of(error))

@@ -152,7 +152,7 @@ class Incoming:
         shutil.rmtree(self.path, ignore_errors=True)
         os.mkdir(self.path)
 
-    def take(self, piece: PieceText) -> None:
+    def write(self, piece: PieceText) -> None:
         """Write a piece. Raises WireError if a bootstrap has no such file, or the piece is out of order."""
         path = f"{self.path}/{piece.name}"
         if not _KNOWN.fullmatch(piece.name):
@@ -204,7 +204,7 @@ async def receive_files(link: Link, data: str, lineage: str) -> int:
                 raise WireError(f"refused: {piece.reason}")
             if not isinstance(piece, PieceText):
                 raise WireError(f"{type(piece).__name__} came in place of a file")
-            await in_thread(incoming.take, piece)
+            await in_thread(incoming.write, piece)
             got += 1
             if not piece.left:
                 break

@@ -59,11 +59,11 @@ class Following:
         stages: Stages,
         duty: Duty,
         call: Callable[[str], Awaitable[Link]],
-        hear: Callable[[Register], Register | None],
+        promise: Callable[[Register], Register | None],
         log: Logger,
     ) -> None:
-        """`call` connects to an address. `hear`: Replica.hear."""
-        self.stages, self._call, self._promise, self.log = stages, call, hear, log
+        """`call` connects to an address. `promise`: see replica.promise_version."""
+        self.stages, self._call, self._promise, self.log = stages, call, promise, log
         self.duty, self.register = duty, duty.register
         self.epoch, self.leader = duty.register.epoch, duty.register.leader
         self.received = 0  # last seq received from the leader
@@ -73,17 +73,17 @@ class Following:
         self.ring: RingWriter | None = None
         self._backlog: deque[Framed] = deque()
         self._backlog_bytes = 0
-        self._said = 0.0
+        self._last_send = 0.0  # when our position was last sent to the leader
         self._link: Link | None = None
         self._is_agreed = self._is_filling = self.is_over = False
         self._silent_since: float | None = time.monotonic()  # since when we wait for the leader to say something
         self.is_away = False  # silent for too long
         self.has_agreed = False  # the leader has compared our logs, so it does lead this epoch
         self.replaced: int | None = None  # while our files are being replaced: the last seq that we had before
-        self._told = ""  # the last reason for having no connection
+        self._reason = ""  # the last reason for having no connection
         self._snapshot: wire.FileText | None = None  # the leader's producers.ckpt, until our hw reaches it
 
-    def take(self, duty: Duty) -> None:
+    def update(self, duty: Duty) -> None:
         """Confirm under another version from now on, or connect to another address of the leader."""
         self.duty = duty
         if duty.register != self.register:
@@ -114,9 +114,9 @@ class Following:
                     if self.duty.leader:
                         self._link = await self._call(self.duty.leader)
                         self._silent_since = None
-                        self._tell(await self._follow(self._link))
+                        self._report(await self._follow(self._link))
                 except (OSError, wire.WireError, asyncio.IncompleteReadError, TimeoutError) as err:
-                    self._tell(str(err) or type(err).__name__)
+                    self._report(str(err) or type(err).__name__)
                 finally:
                     if self._link is not None:
                         self._link.close()
@@ -129,10 +129,11 @@ class Following:
             beat.cancel()
             loop.remove_reader(self.stages.synced)
 
-    def _tell(self, reason: str) -> None:
-        if reason != self._told:
+    def _report(self, reason: str) -> None:
+        """Log why the leader is not followed, unless that was the last reason too."""
+        if reason != self._reason:
             self.log.info("leader_not_followed", leader=self.duty.leader, reason=reason)
-            self._told = reason
+            self._reason = reason
 
     def close(self) -> None:
         if self.ring is not None:
@@ -150,7 +151,7 @@ class Following:
             self.stages.note_hw()
             await self._take_snapshot()
             self._look_for_leader()
-            self._have(is_due=time.monotonic() - self._said > _BEAT_S)
+            self._have(is_due=time.monotonic() - self._last_send > _BEAT_S)
 
     def _look_for_leader(self) -> None:
         """Close the doors if the leader has been silent for too long."""
@@ -171,17 +172,17 @@ class Following:
 
     async def _follow(self, link: Link) -> str:
         """Follow over one connection; return why it ended."""
-        asked = self._fetch(link)
+        position = self._fetch(link)
         while True:
             self._silent_since = time.monotonic()
             message = await link.read()
             self._silent_since = None
             if isinstance(message, wire.Data) and self._is_agreed:
-                self._take(message)
+                self._receive(message)
             elif isinstance(message, wire.Hw):
                 if not self._is_agreed:
                     await self._start()
-                    self._is_agreed, self._told = True, ""
+                    self._is_agreed, self._reason = True, ""
                     self.has_agreed, self.is_away = True, False
                     if not self.is_over:
                         self.stages.show_doors(self.duty.doors)
@@ -189,24 +190,24 @@ class Following:
                     self._have(is_due=True)
                 self._raise_hw(message.seq)
             elif isinstance(message, wire.RegisterText):
-                if not self._hear(bytes(message.text)):
+                if not self._accept_register(bytes(message.text)):
                     return "its register does not descend from ours"
                 if not self._is_agreed:
-                    asked = self._fetch(link)
+                    position = self._fetch(link)
                 else:
                     self._have(is_due=True)
             elif isinstance(message, wire.Diverged):
-                if (message.next, message.last) != asked or self._is_agreed:
+                if (message.next, message.last) != position or self._is_agreed:
                     return "it answers to another position than ours"
                 await self._cut(message)
-                asked = self._fetch(link)
+                position = self._fetch(link)
             elif isinstance(message, wire.FileText):
                 self._snapshot = message
             elif isinstance(message, wire.RefusedText) and message.reason == "went_back":
                 raise WentBack("the leader remembers more of this replica than it has")
             elif isinstance(message, wire.Gone) and not self._is_agreed:
                 await self._replace(link, message.first)
-                asked = self._fetch(link)
+                position = self._fetch(link)
             elif isinstance(message, wire.RefusedText):
                 return f"refused: {message.reason}"
             else:
@@ -219,8 +220,8 @@ class Following:
         link.send(wire.FetchText(self.register.version, self.epoch, end + 1, last, 0))
         return end + 1, last
 
-    def _hear(self, text: bytes) -> bool:
-        """Promise a version of our epoch that the leader has sent."""
+    def _accept_register(self, text: bytes) -> bool:
+        """Promise the version that the leader has sent. Return False if we may not promise it."""
         try:
             register = decode(text, "register")
         except UnreadableRegister as err:
@@ -282,13 +283,13 @@ class Following:
         )
         self.received = self.confirmed = seq
         self.hw = stages.shown()
-        stages.page.take(FOLLOWING, self.epoch, int(self.register.version.mark, 16), self.hw)
+        stages.page.enter(FOLLOWING, self.epoch, int(self.register.version.mark, 16), self.hw)
         while self.ring.synced_seq is None:
             await asyncio.sleep(_LOOK_S)
 
     # --- data --------------------------------------------------------------------------------------------------------
 
-    def _take(self, data: wire.Data) -> None:
+    def _receive(self, data: wire.Data) -> None:
         if data.epoch != self.epoch or data.first != self.received + 1:
             raise wire.WireError(f"data of epoch {data.epoch} from seq {data.first}; expected {self.received + 1}")
         for framed in self._blocks(data):
@@ -374,6 +375,6 @@ class Following:
         synced = self.ring.synced_seq
         if synced is None or (synced <= self.confirmed and not is_due):
             return
-        self.confirmed, self._said = synced, time.monotonic()
+        self.confirmed, self._last_send = synced, time.monotonic()
         room = max(0, self.stages.settings.ring_bytes - self._backlog_bytes)
         self._link.send(wire.Have(self.register.version.number, synced + 1, room))

@@ -82,7 +82,7 @@ class FollowerLink:
         self.sent_hw = -1
         self.heard = self.reached = time.monotonic()  # when its last message was read; when it last had all
         self.sent_after = 0.0  # its last message was sent after this moment, however late it was read
-        self.told = 0.0
+        self.last_send = 0.0  # when a message was last sent to it
         self.snapshot = 0  # the seq of the producers.ckpt that it has
         self._on_the_way: deque[tuple[int, int, float]] = deque()  # last seq, bytes, time sent
         self._bytes = 0
@@ -91,12 +91,13 @@ class FollowerLink:
     def has_room(self) -> bool:
         return self._bytes < self.room
 
-    def is_sent(self, last: int, nbytes: int) -> None:
+    def note_sent(self, last: int, nbytes: int) -> None:
+        """Record that a block of `nbytes` up to seq `last` was sent."""
         self.sent = last
         self._on_the_way.append((last, nbytes, time.monotonic()))
         self._bytes += nbytes
 
-    def confirms(self, seq: int) -> None:
+    def note_confirmed(self, seq: int) -> None:
         """Record that all blocks up to `seq` are on its disk."""
         now = time.monotonic()
         while self._on_the_way and self._on_the_way[0][0] <= seq:
@@ -168,7 +169,7 @@ class Leading:
         self._idles_since: float | None = time.monotonic()  # since when nothing can be numbered: see `_look`
         self._began = time.monotonic()
         self._ticks = self._began, self._began  # the last two; what is read now was sent after the first of them
-        self._told_at = duty.as_of  # when Consul last confirmed that we lead
+        self._as_of = duty.as_of  # when Consul last confirmed that we lead
         self._sure_at = 0.0  # when enough followers were last heard to rule out another leader
         self._has_opened = False  # whether the doors were ever open in this epoch
         self._gone: dict[str, float] = {}  # by replica: until when it kept up, over connections that have ended
@@ -178,7 +179,7 @@ class Leading:
         self._is_too_large = False  # producers.ckpt is too large to send
         self._changed_at = 0.0  # when the version changed; hw may stand until all have promised the new one
         self._confirmed: dict[str, int] = {}  # the last confirmed position of each replica in this epoch
-        self._asked: list[frozenset[str]] = []  # changes of the ISR requested at the present version
+        self._pending_isrs: list[frozenset[str]] = []  # changes of the ISR requested at the present version
         self._ring: RingObserver | None = None
         self._epochs: Epochs | None = None
         self._blocks: dict[int, SentBlock] = {}  # blocks in the ring by first seq, the oldest first
@@ -187,20 +188,20 @@ class Leading:
 
     # --- what the replica asks ---------------------------------------------------------------------------------------
 
-    def take(self, duty: Duty) -> None:
+    def update(self, duty: Duty) -> None:
         """Count under another version from now on. Each follower confirms again once it has promised that version."""
-        self._told_at = max(self._told_at, duty.as_of)
+        self._as_of = max(self._as_of, duty.as_of)
         if duty.register == self.register:
             return
-        self.duty, self.register, self._asked = duty, duty.register, []
+        self.duty, self.register, self._pending_isrs = duty, duty.register, []
         self._changed_at = time.monotonic()
         for follower in self.followers.values():
             follower.position = 0
             follower.link.send(wire.RegisterText(self.register.encode()))
 
-    def asks(self, isr: list[str]) -> None:
-        """Note that a change of the ISR is about to be written."""
-        self._asked.append(frozenset(isr))
+    def prepare_isr(self, isr: list[str]) -> None:
+        """Compute hw over this ISR too from now on, because it is about to be written."""
+        self._pending_isrs.append(frozenset(isr))
 
     def may_join(self, replica: str) -> bool:
         """Return True if it has all committed records and the record of the epoch on disk, under this version."""
@@ -246,7 +247,7 @@ class Leading:
         self._epochs = stages.epochs()
         self.hw = stages.shown()
         starts = stages.durability_starts()
-        stages.page.take(STARTING, self.epoch, int(register.version.mark, 16), self.hw)
+        stages.page.enter(STARTING, self.epoch, int(register.version.mark, 16), self.hw)
         self._ring = await self._find_ring()
         loop = asyncio.get_running_loop()
         loop.add_reader(stages.synced, self._on_sync)
@@ -329,7 +330,7 @@ class Leading:
     @property
     def _leads_until(self) -> float:
         """When the doors close, unless leadership is proved again before."""
-        return max(self._sure_at, self._told_at) + self.stages.settings.session_ttl + self.lag_s
+        return max(self._sure_at, self._as_of) + self.stages.settings.session_ttl + self.lag_s
 
     def _turn(self) -> None:
         """Send the blocks framed since the last turn that are synced, and compute hw."""
@@ -410,23 +411,23 @@ class Leading:
         if self.is_over:
             return
         if len(register.isr) < register.min_insync:
-            return self._tell()
-        members = set(register.isr).union(*self._asked) - {self.me}
+            return self._send_hw()
+        members = set(register.isr).union(*self._pending_isrs) - {self.me}
         positions = [self.followers[each].position if each in self.followers else 0 for each in members]
         hw = min([self.synced, *positions])
         if hw > self.hw:
             self.hw = hw
             if self.stages.page.raise_hw(hw) and self._ring is not None:
                 self._ring.wake_reader()
-        self._tell()
+        self._send_hw()
 
-    def _tell(self) -> None:
+    def _send_hw(self) -> None:
         """Send hw to followers, unless data that soon follows carries it: a text costs each side as much as a block."""
         now = time.monotonic()
         for follower in self.followers.values():
             has_more = follower.sent < self.numbered and follower.has_room()  # more data is sent after our next sync
-            if (follower.sent_hw < self.hw and not has_more) or now - follower.told > _BEAT_S:
-                follower.sent_hw, follower.told = self.hw, now
+            if (follower.sent_hw < self.hw and not has_more) or now - follower.last_send > _BEAT_S:
+                follower.sent_hw, follower.last_send = self.hw, now
                 follower.link.send(wire.Hw(self.hw))
 
     # --- followers ---------------------------------------------------------------------------------------------------
@@ -491,7 +492,7 @@ class Leading:
             link.send(wire.Diverged(epochs.epoch_at(end), end, fetch.next, fetch.last))
             return False
         follower.sent, follower.room = position, fetch.room
-        follower.sent_hw, follower.told = self.hw, time.monotonic()
+        follower.sent_hw, follower.last_send = self.hw, time.monotonic()
         link.send(wire.Hw(self.hw))
         return True
 
@@ -500,7 +501,7 @@ class Leading:
         follower.room = have.room
         if position > follower.sent:
             raise wire.WireError(f"confirms seq {position}, but has been sent up to {follower.sent} only")
-        follower.confirms(position)
+        follower.note_confirmed(position)
         if have.version == self.register.version.number:
             follower.position = max(follower.position, position)
             replica = follower.link.peer.replica
@@ -516,7 +517,7 @@ class Leading:
             if chunk is None or not ring.has(chunk.position or 0):
                 chunk = self._read(follower.sent + 1)
                 if chunk is None or chunk.first != follower.sent + 1:
-                    if chunk is not None:  # retention deleted the next records: it asks again, and is told
+                    if chunk is not None:  # retention deleted the next records: it fetches again, and gets !gone
                         follower.link.close()
                     return
             elif chunk.last > self.synced:
@@ -525,8 +526,8 @@ class Leading:
             if chunk.position is not None and not ring.has(chunk.position):
                 follower.link.close()  # released, perhaps overwritten, before all of it was sent: its crc is wrong
                 return
-            follower.is_sent(chunk.last, len(chunk.lines))
-            follower.sent_hw, follower.told = self.hw, time.monotonic()
+            follower.note_sent(chunk.last, len(chunk.lines))
+            follower.sent_hw, follower.last_send = self.hw, time.monotonic()
 
     def _read(self, low: int) -> SentBlock | None:
         """Return records from the WAL, up to the first block in the ring."""

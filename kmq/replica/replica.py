@@ -12,7 +12,7 @@ Invariant   A register is promised, on disk, before our note or any other write 
             of Consul's servers. If that says the same, the register went back: nothing is changed and nobody elected
             until it descends from our promise again.
             An epoch that this replica led before its start is never led again: the replica resigns.
-            A change of the ISR counts for the leader before it is written (Work.asks).
+            A change of the ISR counts for the leader before it is written (Work.prepare_isr).
 Identity    Each session begins with a mark that is on our disk before it is in Consul. So we are the replica of our id,
             unless the key has a mark that this directory has not written, or its note reports more than our disk has.
             Then this directory is a copy, or an older state, and takes a new id without a promise. This is not checked
@@ -105,8 +105,8 @@ class Work(Protocol):
     def stands(self) -> bool:
         """Return True if we lead, and no numbered record has been committed for the lag."""
 
-    def asks(self, isr: list[str]) -> None:
-        """Note that a change of the ISR is about to be written."""
+    def prepare_isr(self, isr: list[str]) -> None:
+        """Wait for the members of this ISR too from now on, because it is about to be written."""
 
     def may_join(self, replica: str) -> bool:
         """Return True if this replica has on disk all that an elected leader needs, under our version."""
@@ -205,15 +205,15 @@ class Replica:
                 yield from self._wait_for_room(error)
                 has_entered = False
             except SessionLost as error:
-                self._lost(str(error))
+                self._on_consul_lost(str(error))
                 has_entered = False
                 yield Pause(_AGAIN_S)
             except ConsulError as error:
-                self._lost(str(error))
+                self._on_consul_lost(str(error))
                 yield Pause(_LOST_S)
         yield from self._leave(has_entered)
 
-    def _lost(self, reason: str) -> None:
+    def _on_consul_lost(self, reason: str) -> None:
         if not self._is_lost:
             effect = "nobody is elected from here; what was promised holds"
             self.log.warn("replica_consul_lost", reason=reason, effect=effect)
@@ -236,7 +236,7 @@ class Replica:
         """Write our last note, and release our key."""
         try:
             if has_entered and self._lock == self._presence.session:  # if not, another may have written the key
-                yield from self._say(self._new_note())
+                yield from self._write_note(self._new_note())
             yield from self._presence.close()
         except ConsulError as error:
             self.log.warn("replica_not_signed_off", reason=error, effect="others notice after KMQ_SESSION_TTL")
@@ -257,14 +257,14 @@ class Replica:
             if holder is not None:
                 held_since = self._clock() if held_since is None else held_since
                 if holder.note.start in identity.starts[:-1] or holder.session == self._lock:
-                    self._say_found(holder, "it is ended, and the replica goes on")
+                    self._report_former_session(holder, "it is ended, and the replica goes on")
                     yield from consul.destroy_session(holder.session)
                 elif not _descends(view.register, self.files.promised):
                     pass  # Consul went back: a dead session of ours may be back for some minutes
                 elif asked_at - held_since > 2 * self._ttl_s:  # a dead session of ours would be over by now
                     if holder.note.replica != self._address() or asked_at - held_since > _FORGOTTEN_S:
                         raise BusyError(self._held_by(holder))
-                    self._say_found(holder, "the replica enters once Consul has noticed that it ended")
+                    self._report_former_session(holder, "the replica enters once Consul has noticed that it ended")
                 yield Pause(_AGAIN_S)
             elif not self._is_ours(view, member):
                 why = "another directory has started under the id" if member is not None else "Consul has no note of it"
@@ -295,7 +295,7 @@ class Replica:
             " give this one a KMQ_BROKER of its own, or end that one first"
         )
 
-    def _say_found(self, member: Member, effect: str) -> None:
+    def _report_former_session(self, member: Member, effect: str) -> None:
         """Log that a former session of ours holds our key, because Consul was restored or we ask another agent now.
 
         After a restore the agent does not know the session's check, which passes until the agent compares its state
@@ -376,13 +376,13 @@ class Replica:
         is_due = note != noted._replace(epoch=note.epoch, end=note.end, at=note.at)
         is_due |= note.end < noted.end  # after a cut: a later start that has less than the note says is another replica
         if is_due or self._clock() - self._noted_at >= _NOTE_S:
-            yield from self._say(note)
+            yield from self._write_note(note)
         if register is not None and register == self.files.promised:
             yield from self._decide(view, register)
 
     def _act(self, view: ShardView, register: Register) -> None:
         leader, duty = view.members.get(register.leader), Duty(register, self.files.identity.id, "")
-        duty = duty._replace(as_of=self._presence.beaten)
+        duty = duty._replace(as_of=self._presence.last_beat)
         if leader is not None:
             doors = (("broker", leader.note.broker), *leader.note.doors)
             duty = duty._replace(leader=leader.note.replica, doors=doors, is_open=leader.note.opened == register.epoch)
@@ -406,15 +406,15 @@ class Replica:
         """Promise the register if allowed; else find out what is wrong with it."""
         promised, register = self.files.promised, view.register
         if view.unreadable:
-            self._has(UNREADABLE, view.unreadable)
+            self._set_problem(UNREADABLE, view.unreadable)
         elif register is None and promised is None:
-            self._has("")
+            self._set_problem("")
         elif not _descends(register, promised):
             again = yield from self._read_again()
             if not _descends(again, promised):
-                self._has(WENT_BACK, _difference(again, promised))
+                self._set_problem(WENT_BACK, _difference(again, promised))
         else:
-            self._has("")
+            self._set_problem("")
             if register is not None and register != promised:
                 if register.lineage != self._lineage:
                     self._work.adopt(register.lineage)
@@ -446,7 +446,7 @@ class Replica:
         except UnreadableRegister:
             return None
 
-    def _has(self, problem: str, reason: str = "") -> None:
+    def _set_problem(self, problem: str, reason: str = "") -> None:
         if problem == self.problem:
             return
         effect = "nothing is promised and nobody elected; the broker goes on under its promise"
@@ -467,7 +467,7 @@ class Replica:
         at = round(time.time(), 3)
         return found._replace(opened=self._work.opened(), follows=self._work.followed(), at=at)
 
-    def _say(self, note: Note) -> Steps[None]:
+    def _write_note(self, note: Note) -> Steps[None]:
         """Write our note. Raises SessionLost if we no longer hold the lock of our key."""
         key = self.keys.note(self.files.identity.id)
         try:
@@ -530,13 +530,13 @@ class Replica:
     def _write_isr(
         self, view: ShardView, register: Register, isr: list[str], what: str, who: str, **why: str
     ) -> Steps[None]:
-        self._work.asks(isr)
+        self._work.prepare_isr(isr)
         if (yield from write(self.keys, view, register.with_isr(isr))):
             brokers = ",".join(map(view.broker, isr))
             self.log.info("replica_isr", isr=brokers, broker=view.broker(who), change=what, **why)
 
 
-def hear(files: ReplicaFiles, register: Register) -> Register | None:
+def promise_version(files: ReplicaFiles, register: Register) -> Register | None:
     """Promise a version of our epoch that its leader has sent. Return the promised register; None if not allowed."""
     promised = files.promised
     if promised is None or (promised.epoch, promised.leader) != (register.epoch, register.leader):

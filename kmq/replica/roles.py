@@ -36,7 +36,7 @@ from kmq.replica import bootstrap, compare, wire
 from kmq.replica.files import ReplicaFiles
 from kmq.replica.follow import Following, WentBack
 from kmq.replica.lead import HUNG_S, Leading
-from kmq.replica.replica import Duty, Replica, hear
+from kmq.replica.replica import Duty, Replica, promise_version
 from kmq.replica.shard import ShardKeys, ShardView, document, replaced_isr
 from kmq.replica.stages import Stages
 
@@ -49,8 +49,8 @@ class Office(Protocol):
     duty: Duty
     is_over: bool  # another epoch was promised: no more confirmations are sent or counted
 
-    def take(self, duty: Duty) -> None:
-        """Continue under another version of the register of this epoch."""
+    def update(self, duty: Duty) -> None:
+        """Continue under a new duty of the same epoch: another version of its register, or another address."""
 
     async def run(self) -> None:
         """Play the role until cancelled."""
@@ -69,7 +69,7 @@ class Roles:
         self.leading: Leading | None = None
         self.following: Following | None = None
         self._duty: Duty | None = None
-        self._asked_at = 0.0  # when the promised register asked for this role
+        self._duty_since = 0.0  # when the promised register first asked for this role
         self._changed = asyncio.Event()
         self._is_ending = self._went_back = False
         self._end = 0, 0  # epoch and seq of the end of the WAL, while no stage runs
@@ -135,7 +135,9 @@ class Roles:
             if duty.register.leader == duty.me:
                 self.leading = Leading(self.stages, duty, self.settings.replica_lag, self._log)
             else:
-                self.following = Following(self.stages, duty, self._call, partial(hear, self.files), self._log)
+                self.following = Following(
+                    self.stages, duty, self._call, partial(promise_version, self.files), self._log
+                )
             await self._play(self.leading or self.following)  # type: ignore[arg-type]
             self.leading = self.following = None
             if not self._is_ending:
@@ -201,11 +203,11 @@ class Roles:
     def act(self, duty: Duty | None) -> None:
         self.stages.show_doors(self._doors(duty))
         if duty is not None and (self._duty is None or not is_same(duty, self._duty)):
-            self._asked_at = time.monotonic()
+            self._duty_since = time.monotonic()
         self._duty = duty
         if self.role is not None:
             if duty is not None and is_same(duty, self.role.duty):
-                self.role.take(duty)
+                self.role.update(duty)
             else:
                 self.role.is_over = True
         self._changed.set()
@@ -276,11 +278,11 @@ class Roles:
         if leading is not None and is_same(duty, leading.duty):
             return leading.stands
         # A stage that hangs has not released the former role: another member of the ISR may be able to lead.
-        return time.monotonic() - self._asked_at > HUNG_S
+        return time.monotonic() - self._duty_since > HUNG_S
 
-    def asks(self, isr: list[str]) -> None:
+    def prepare_isr(self, isr: list[str]) -> None:
         if self.leading is not None:
-            self.leading.asks(isr)
+            self.leading.prepare_isr(isr)
 
     def may_join(self, replica: str) -> bool:
         return self.leading is not None and self.leading.may_join(replica)
@@ -340,17 +342,19 @@ def _show(settings: Settings, found: dict[str, Any]) -> None:
             raise
 
 
-async def _await_signal(is_told: Callable[[], bool]) -> None:
-    """Return once a signal asks to end. `is_told`: whether one came before."""
-    told, loop = asyncio.Event(), asyncio.get_running_loop()
+async def _await_signal(was_signalled: Callable[[], bool]) -> None:
+    """Return once a signal asks to end. `was_signalled`: whether one came before."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
-    if not is_told():
-        await told.wait()
+        loop.add_signal_handler(number, stop.set)
+    if not was_signalled():
+        await stop.wait()
 
 
-async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Callable[[], bool], log: Logger) -> None:
-    """Take part in the shard until told to end. `is_told`: whether a signal came before."""
+async def live(
+    settings: Settings, page: StatsPage, owner: FileLock, was_signalled: Callable[[], bool], log: Logger
+) -> None:
+    """Take part in the shard until a signal asks to end. `was_signalled`: whether one came before."""
     place, has_ended = Place.of(settings), asyncio.Event()
     if bootstrap.settle(settings.data):  # no stage runs: they let go before it was begun
         log.info("bootstrap_finished", reason="a kill had interrupted it")
@@ -386,7 +390,7 @@ async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Ca
             _show(settings, document(settings.shard, place.broker, view) | {"as_of": round(at, 3)})
 
     async def end() -> None:
-        await _await_signal(is_told)
+        await _await_signal(was_signalled)
         await roles.end()
         has_ended.set()
 

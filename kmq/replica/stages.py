@@ -36,11 +36,11 @@ from kmq.log.segment import Limits
 from kmq.logfmt import Logger
 
 _LOOK_S = 0.02  # between two looks at the locks
-_TOLD_S = 10.0  # after this time a stage that still holds a lock is named
+_REPORT_S = 10.0  # after this time a stage that still holds a lock is named
 _ROOM_S = 0.5  # between two tries while the disk is full
 _NOTE_S = 1.0  # greatest age of the file `committed`
 _FIFO_BYTES = 1 << 16
-_FIFO_TOLD_S = 60.0  # between two log lines about lines that a shell wrote on a follower
+_FIFO_REPORT_S = 60.0  # between two log lines about lines that a shell wrote on a follower
 _MESSAGES = re.compile(rb"(?m)^!c \S+ \d+ (\d+) ")
 
 
@@ -57,7 +57,7 @@ class Stages:
         self.cut_records = 0
         self.bootstraps = 0  # bootstraps that this process has begun to put in place
         self._noted, self._noted_at = read_committed(self.data), 0.0
-        self._fifo_told = 0.0
+        self._fifo_reported_at = 0.0
         self._is_full = False
         self._fifo_lines = 0
         self._looked_at = 0  # mtime of topics/ when its requests were last refused
@@ -80,11 +80,11 @@ class Stages:
     async def leave(self) -> None:
         """End the role. Return once no stage holds anything, and only the WAL is left of the role."""
         self.page.leave()
-        began, told = time.monotonic(), False
+        began, is_reported = time.monotonic(), False
         while held := self._held():
-            if not told and time.monotonic() - began > _TOLD_S:
+            if not is_reported and time.monotonic() - began > _REPORT_S:
                 self.log.warn("role_held", by="; ".join(held), effect="the next role waits until it has let go")
-                told = True
+                is_reported = True
             await asyncio.sleep(_LOOK_S)
         while not self._has_mended():
             await asyncio.sleep(_ROOM_S)
@@ -178,10 +178,10 @@ class Stages:
         """As a follower, drop what a shell wrote into `raw`, so that a later promotion does not store it."""
         self._fifo_lines += self._empty_fifo()
         now = time.monotonic()
-        if self._fifo_lines and now - self._fifo_told > _FIFO_TOLD_S:
+        if self._fifo_lines and now - self._fifo_reported_at > _FIFO_REPORT_S:
             self.log.warn("fifo_lines_dropped", count=self._fifo_lines, reason="this broker does not lead its shard")
             self.dropped += self._fifo_lines
-            self._fifo_lines, self._fifo_told = 0, now
+            self._fifo_lines, self._fifo_reported_at = 0, now
 
     def refuse_requests(self) -> None:
         """As a follower, refuse requests under topics/: a later promotion would carry them out. Call it often."""

@@ -380,7 +380,7 @@ class Link(asyncio.BufferedProtocol):
 
     # --- begin and end
 
-    def proved(self, peer: Peer, me: Me) -> None:
+    def set_peer(self, peer: Peer, me: Me) -> None:
         """Make this a connection to `peer`. The greater max_line of the two sides bounds a block."""
         self.peer = peer
         self._texts += bytes(READ_BYTES - len(self._texts))
@@ -448,7 +448,7 @@ async def call(address: str, me: Me, secret: bytes, tls: ssl.SSLContext | None, 
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.get_running_loop().create_connection(lambda: link, host, int(port), ssl=tls, **more)
-            link.proved(await _prove_to_leader(link, me, secret), me)
+            link.set_peer(await _prove_to_leader(link, me, secret), me)
     except BaseException as err:
         link.abort()
         if isinstance(err, (ValueError, OverflowError)) and not isinstance(err, OSError):
@@ -471,8 +471,8 @@ async def _prove_to_leader(link: Link, me: Me, secret: bytes) -> Peer:
     return leader
 
 
-async def _take_proof(link: Link, me: Me, secret: bytes) -> Peer:
-    """Return the other side once it has proved itself. Raises WireError if it cannot."""
+async def _verify_follower(link: Link, me: Me, secret: bytes) -> Peer:
+    """Return the follower once it has proved itself. Raises WireError if it cannot."""
     match = _HELLO.fullmatch(text := await link.text())
     if match is None:
         raise WireError(f"{text[:40]!r} in place of !replica")
@@ -556,7 +556,7 @@ class ReplicaPort:
                 self._refuse(self._strangers.pop(oldest), f"the oldest of {STRANGERS} connections without a proof")
                 oldest.cancel()
             address = f"{name[0]}:{name[1]}"
-            task = asyncio.create_task(self._take(sock, address))
+            task = asyncio.create_task(self._handle(sock, address))
             self._strangers[task] = address
             self._tasks.add(task)
             task.add_done_callback(self._forget)
@@ -569,7 +569,7 @@ class ReplicaPort:
             context = {"message": "a replica could not be served", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
 
-    async def _take(self, sock: socket.socket, address: str) -> None:
+    async def _handle(self, sock: socket.socket, address: str) -> None:
         """Check the proof of one connection, and serve it."""
         link, peer, task = Link(sock if self._tls is None else None), None, asyncio.current_task()
         assert task is not None
@@ -580,9 +580,9 @@ class ReplicaPort:
                     lambda: link, sock, ssl=self._tls, ssl_shutdown_timeout=shutdown
                 )
                 me = self._me()
-                peer = await _take_proof(link, me, self._secret)
+                peer = await _verify_follower(link, me, self._secret)
             self._strangers.pop(task, None)
-            link.proved(peer, me)
+            link.set_peer(peer, me)
             await self._serve_proved(link, task)
         except WireError as err:
             self._refuse(address, str(err))

@@ -1665,12 +1665,18 @@ GUARDS: list[tuple[str, list[Edit], str]] = [  # name, edits, the test that noti
     ),
     (
         "shrink_early",
-        [(LEAD, "set(register.isr).union(*self._asked)", "set(self._asked[-1] if self._asked else register.isr)")],
+        [
+            (
+                LEAD,
+                "set(register.isr).union(*self._pending_isrs)",
+                "set(self._pending_isrs[-1] if self._pending_isrs else register.isr)",
+            )
+        ],
         f"{IN_LEADING}::test_who_leaves_counts_until_the_register_says_so",
     ),
     (
         "expand_late",
-        [(LEAD, ".union(*self._asked)", "")],
+        [(LEAD, ".union(*self._pending_isrs)", "")],
         f"{IN_LEADING}::test_who_joins_counts_at_once_and_as_long_as_nobody_knows_the_outcome",
     ),
     (
@@ -1682,12 +1688,18 @@ GUARDS: list[tuple[str, list[Edit], str]] = [  # name, edits, the test that noti
     ("truncate_naive", [(FOLLOW, AGREES, "diverged.end")], f"{IN_FOLLOWING}::test_a_log_is_cut_to_where_it_agrees"),
     (
         "late_diverged",
-        [(FOLLOW, "(message.next, message.last) != asked or ", "")],
+        [(FOLLOW, "(message.next, message.last) != position or ", "")],
         f"{IN_FOLLOWING}::test_an_answer_to_a_position_that_was_left_is_no_reason_to_cut",
     ),
     (
         "late_diverged, while data comes",
-        [(FOLLOW, "(message.next, message.last) != asked or self._is_agreed", "(message.next, message.last) != asked")],
+        [
+            (
+                FOLLOW,
+                "(message.next, message.last) != position or self._is_agreed",
+                "(message.next, message.last) != position",
+            )
+        ],
         f"{IN_FOLLOWING}::test_a_late_answer_does_not_cut_what_has_come_since",
     ),
     (
@@ -1767,7 +1779,13 @@ GUARDS: list[tuple[str, list[Edit], str]] = [  # name, edits, the test that noti
     ("isr_no_version", [(SHARD, CAS, BLIND_WRITE)], WALKS),
     (
         "pending_timeout",
-        [(LEAD, PATIENT, PATIENT.replace("            return", "            self._asked = []\n            return"))],
+        [
+            (
+                LEAD,
+                PATIENT,
+                PATIENT.replace("            return", "            self._pending_isrs = []\n            return"),
+            )
+        ],
         f"{IN_LEADING}::test_who_joins_counts_at_once_and_as_long_as_nobody_knows_the_outcome",
     ),
     (

@@ -57,7 +57,7 @@ class Follower(Broker):
         until((self.data / "id").exists, "a data directory")
         page = RolePage.make(self.instance, (self.data / "id").read_text().strip())
         page.show_leader(leader)
-        page.take(role, 1, 1, 0)
+        page.enter(role, 1, 1, 0)
         page.lead_until(time.monotonic() + LONG_S, time.monotonic() + LONG_S)
         return page
 
@@ -154,7 +154,7 @@ def test_a_role_changes_in_place_and_each_port_is_served_by_who_leads(leader, fo
     follower.await_state("gateway", "following")
     page.leave()
     page.show_leader({})
-    page.take(LEADING, 2, 2, 100)  # all that it numbers is committed
+    page.enter(LEADING, 2, 2, 100)  # all that it numbers is committed
     page.lead_until(time.monotonic() + LONG_S, time.monotonic() + LONG_S)
     for name in (*STAGES, "gateway"):
         follower.await_state(name, "ready")
@@ -163,7 +163,7 @@ def test_a_role_changes_in_place_and_each_port_is_served_by_who_leads(leader, fo
     assert json.loads(follower.get("/readyz")[1])["stages"]["ingress"]["state"] == "ready"
     page.leave()
     page.show_leader({"broker": "a"} | there)
-    page.take(FOLLOWING, 3, 3, 0)
+    page.enter(FOLLOWING, 3, 3, 0)
     follower.await_state("ingress", "following")
     follower.await_state("gateway", "following")
     assert say(follower.port("ingress"), b"!hello acks=1\nt.k|1|theirs\n").endswith(b"!ack 1 1\n")

@@ -413,7 +413,7 @@ SUBSCRIBER = [
         edited(
             "presence",
             (
-                "if time.monotonic() - self.beaten > self.ttl_s:",
+                "if time.monotonic() - self.last_beat > self.ttl_s:",
                 "if False:",
             ),
         ),
@@ -424,8 +424,8 @@ SUBSCRIBER = [
         edited(
             "presence",
             (
-                "        yield from self.check_if_late()\n        self.beaten = sent",
-                "        self.beaten = sent",
+                "        yield from self.check_if_late()\n        self.last_beat = sent",
+                "        self.last_beat = sent",
             ),
         ),
     ),

@@ -36,14 +36,14 @@ MUTANTS = [
         "a note speaks of a version before it is promised",
         (("replica", "        yield from self._promise(view)\n",
           "        if view.register is not None and self._note is not None:\n"
-          "            yield from self._say(self._note._replace(version=view.register.version))\n"
+          "            yield from self._write_note(self._note._replace(version=view.register.version))\n"
           "        yield from self._promise(view)\n"),),
     ),
     Mutant(
         "a note speaks of a promise before the work for the one before ends",
         (("replica", "            self._act(view, register)\n", "            pass\n"),
-         ("replica", "            yield from self._say(note)\n        if register is not None and",
-          "            yield from self._say(note)\n        if register is not None:\n"
+         ("replica", "            yield from self._write_note(note)\n        if register is not None and",
+          "            yield from self._write_note(note)\n        if register is not None:\n"
           "            self._act(view, register)\n        if register is not None and")),
     ),
     Mutant(

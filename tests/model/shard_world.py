@@ -121,7 +121,7 @@ class StillWork:
     def adopt(self, lineage: str) -> None:
         """All have the same."""
 
-    def asks(self, isr: list[str]) -> None:
+    def prepare_isr(self, isr: list[str]) -> None:
         demand(self.duty is not None, "the ISR is changed without a duty")
 
     def went_back(self) -> bool:

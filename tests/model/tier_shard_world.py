@@ -63,12 +63,12 @@ class WorldReplica:
             del self.lines[same:]
         if lines[same:]:
             self.append(lines[same:])
-        self.page.take(FOLLOWING, epoch, 7, len(self.lines))
+        self.page.enter(FOLLOWING, epoch, 7, len(self.lines))
         self.is_zombie = False
 
     def lead(self, epoch: int) -> None:
         self.page.leave()
-        self.page.take(STARTING, epoch, 7, len(self.lines))
+        self.page.enter(STARTING, epoch, 7, len(self.lines))
         self.page.lead_until(_FAR, _FAR)
         self.page.open_doors()
         self.is_zombie = False

@@ -182,7 +182,7 @@ def test_a_kill_at_any_step_leaves_the_old_state_or_is_finished(leader, follower
 def test_what_came_without_its_end_is_removed_and_nothing_else(leader, follower):
     before = tree(follower)
     incoming = Incoming(follower)
-    incoming.take(PieceText("append/00000000000000000001.log", 0, 5, 0, b"1|1.000000|t|0||x\n"))
+    incoming.write(PieceText("append/00000000000000000001.log", 0, 5, 0, b"1|1.000000|t|0||x\n"))
     incoming.close()
     assert not settle(follower) and tree(follower) == before
 
@@ -206,7 +206,7 @@ def test_a_directory_of_another_lineage_is_never_replaced(leader, follower):
 )  # fmt: skip
 def test_a_file_that_no_bootstrap_has_is_refused(follower, name):
     with pytest.raises(WireError, match="is no file that a bootstrap brings"):
-        Incoming(follower).take(PieceText(name, 0, 1, 0, b"x"))
+        Incoming(follower).write(PieceText(name, 0, 1, 0, b"x"))
     assert [*Path(follower, "bootstrap").iterdir()] == []
 
 
@@ -223,15 +223,15 @@ def test_pieces_that_do_not_follow_one_another_are_refused(follower):
         incoming = Incoming(follower)
         *good, bad = [PieceText(name, offset, 9, 0, b"x") for name, offset in pieces]
         for piece in good:
-            incoming.take(piece)
+            incoming.write(piece)
         with pytest.raises(WireError, match=r"came twice|does not follow what came before"):
-            incoming.take(bad)
+            incoming.write(bad)
 
 
 def test_files_that_are_no_data_directory_never_count_as_whole(follower):
     for name in ("append/00000000000000000001.log", "format"):
         incoming = Incoming(follower)
-        incoming.take(PieceText(name, 0, 0, 0, b"1"))
+        incoming.write(PieceText(name, 0, 0, 0, b"1"))
         with pytest.raises(WireError, match="without `format` or without a WAL"):
             incoming.finish()
         assert not settle(follower)

@@ -166,7 +166,7 @@ def test_who_leaves_counts_until_the_register_says_so(tmp_path):
         await leads(shard, a, B, C)
         b = await shard.peer(a)
         await b.joins(1, 1)
-        a.roles.asks([a.id, B])
+        a.roles.prepare_isr([a.id, B])
         b.have(1)
         await b.answered()
         assert a.leading.hw == 0
@@ -183,7 +183,7 @@ def test_who_joins_counts_at_once_and_as_long_as_nobody_knows_the_outcome(tmp_pa
         await leads(shard, a, B)
         b = await shard.peer(a)
         await b.joins(1, 1)
-        a.roles.asks([a.id, B, C])
+        a.roles.prepare_isr([a.id, B, C])
         a.promise(a.files.promised)  # read again: the write has not come to Consul, or will
         b.have(1)
         await b.answered()

@@ -75,7 +75,7 @@ def test_an_epoch_begins_with_its_record_although_who_made_the_ring_was_killed_b
     begun = stages()
     settings, instance = begun.settings, begun.settings.instance
     RingWriter(instance, "framed", begun.ring, "framer", lambda: (4, 0), FakeLogger()).close()
-    begun.page.take(STARTING, 7, 0xC1D, 3)
+    begun.page.enter(STARTING, 7, 0xC1D, 3)
     more = {"KMQ_SHARD": "s", "KMQ_BROKER": "b", "KMQ_CLUSTER": "c", "KMQ_CONSUL": "127.0.0.1:1"}
     more |= {"KMQ_REPLICA_SECRET": "/dev/null", "KMQ_INSTANCE": instance}
     more |= {"KMQ_DATA": settings.data, "KMQ_PIPES": settings.pipes}
@@ -101,5 +101,5 @@ def test_a_role_page_is_mapped_again_only_once_another_has_its_name(stages):
     assert RolePage.find(instance, data_id, page) is None
     again = stages().page
     found = RolePage.find(instance, data_id, page)
-    again.take(STARTING, 7, 0, 0)
+    again.enter(STARTING, 7, 0, 0)
     assert found is not None and found.read().epoch == 7

@@ -85,7 +85,7 @@ class Walk:
                 return
             other = self.rng.choice([each for each in self.brokers if each is not leader])
         wanted = [*isr, other.id] if other.id not in isr else [each for each in isr if each != other.id]
-        leader.roles.asks(wanted)
+        leader.roles.prepare_isr(wanted)
         if not may_fail or self.rng.randrange(3):
             self.register = self.register.with_isr(wanted)
 

@@ -133,7 +133,7 @@ def test_in_a_shard_it_waits_until_its_broker_leads_and_copies_what_is_committed
     shard = {"SHARD": "s", "CLUSTER": "c", "CONSUL": "127.0.0.1:1", "REPLICA_SECRET": alone.path / "secret"}
     alone.env |= {f"KMQ_{name}": str(value) for name, value in (shard | {"FSYNC": "always"}).items()}
     page = RolePage.make(alone.instance, identity.read(alone.data, "id"))
-    page.take(FOLLOWING, 2, 7, 200)
+    page.enter(FOLLOWING, 2, 7, 200)
     page.show_leader({"broker": "b"})
     alone.start()
     until(lambda: "event=tier_follows" in alone.log(), "it follows", alone.log)
@@ -142,7 +142,7 @@ def test_in_a_shard_it_waits_until_its_broker_leads_and_copies_what_is_committed
     refused = alone.kmq("tier", "claim", "--yes")
     assert refused.exit_code and "broker b leads the shard s" in str(refused.exception)
     page.leave()
-    page.take(STARTING, 3, 7, 150)
+    page.enter(STARTING, 3, 7, 150)
     page.lead_until(1e9, 1e9)
     page.open_doors()
     until(lambda: alone.row().seq == 150, "what is committed is copied", alone.log)

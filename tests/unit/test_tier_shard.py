@@ -39,13 +39,13 @@ class ShardReplica:
 
     def lead(self, epoch: int, hw: int) -> None:
         self.page.leave()
-        self.page.take(STARTING, epoch, 7, hw)
+        self.page.enter(STARTING, epoch, 7, hw)
         self.page.lead_until(FAR, FAR)
         self.page.open_doors()
 
     def follow(self, epoch: int, hw: int) -> None:
         self.page.leave()
-        self.page.take(FOLLOWING, epoch, 7, hw)
+        self.page.enter(FOLLOWING, epoch, 7, hw)
         self.page.show_leader({"broker": "z"})
 
     def copier(self, place, shard="s", object_bytes=1 << 26):
