@@ -238,6 +238,11 @@ class PartitionCopier:
         for first, lines in log.chunks(begin, MEMBER_BYTES):
             if first != taken[0]:  # a gap, or retention
                 return
+            room = self._object_bytes - nbytes
+            is_full = len(lines) > room
+            if is_full:
+                fits = lines.rfind(b"\n", 0, room) + 1
+                lines = lines[: fits or (0 if nbytes else lines.find(b"\n") + 1)]  # one line may be larger
             count = record.count_lines(lines)
             if first + count > end:
                 count = end - first
@@ -246,7 +251,7 @@ class PartitionCopier:
                 yield lines
                 nbytes, taken[0] = nbytes + len(lines), first + count
                 self._uploads.rest(0)
-            if taken[0] >= end or nbytes >= self._object_bytes:
+            if taken[0] >= end or is_full or nbytes >= self._object_bytes:
                 return
 
     # --- what is no longer needed ------------------------------------------------------------------------------------

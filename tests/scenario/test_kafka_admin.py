@@ -166,7 +166,8 @@ def test_a_name_that_a_topic_cannot_have_is_refused_with_the_rule(raw, name):
         ({"configs": [{"name": "flush.ms", "value": "1;x=2"}]}, ErrorCode.invalid_config),
         ({"configs": [{"name": "min.compaction.lag.ms", "value": "1000"}]}, ErrorCode.invalid_config),
         ({"configs": [{"name": "unclean.leader.election.enable", "value": "true"}]}, ErrorCode.invalid_config),
-        ({"configs": [{"name": "remote.storage.enable", "value": "true"}]}, ErrorCode.invalid_config),
+        ({"configs": [{"name": "remote.storage.enable", "value": "yes"}]}, ErrorCode.invalid_config),
+        ({"configs": [{"name": "local.retention.ms", "value": "-3"}]}, ErrorCode.invalid_config),
     ],
 )
 @pytest.mark.parametrize("validate_only", [False, True])
@@ -243,7 +244,8 @@ OF_PRODUCTS = {
         "min.insync.replicas": "1",
         "unclean.leader.election.enable": "false",
     },
-    "tiered": {"remote.storage.enable": "false", "local.retention.ms": "-2", "local.retention.bytes": "-2"},
+    "untiered": {"remote.storage.enable": "false", "local.retention.ms": "-2", "local.retention.bytes": "-2"},
+    "tiered": {"remote.storage.enable": "true", "local.retention.ms": "3600000", "local.retention.bytes": "-1"},
 }
 
 

@@ -8,8 +8,9 @@ import re
 import shutil
 import signal
 
+import psutil
 import pytest
-from brokers import Broker
+from brokers import Broker, remove_shared_memory
 from grpc_client import Client as GrpcClient
 from kafka_peer import Peer
 from waiting import until
@@ -184,3 +185,26 @@ def test_truncating_moves_the_start_at_once_and_its_objects_are_dropped(broker):
     assert done.returncode == 0, done.stderr
     assert reader.partition(str(broker.data), "orders", 0).first_offset == end
     until(lambda: rows.of(directory(broker)).rows[0].base == end, "rows before the start are dropped", broker.log)
+
+
+def test_after_the_loss_of_the_disk_history_is_read_from_the_store(broker):
+    words = [f"r{n} {'z' * 150}" for n in range(COUNT // 2)]
+    asked = "topics", "create", "lost", "--set", "tier=on", "--set", "local_retention_bytes=1MiB"
+    assert broker.kmq(*asked).returncode == 0
+    assert broker.kmq("produce", "lost", text="".join(f"{word}\n" for word in words)).returncode == 0
+    until(lambda: segment.listing(directory(broker, "lost"))[0][0] > 0, "old segments leave the disk", broker.log)
+    until(lambda: json.loads(broker.kmq("tier", "status", "--json").stdout)["age"] == 0, "the copy is not behind")
+    while left := broker.processes():
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    shutil.rmtree(broker.data)
+    shutil.rmtree(broker.pipes)
+    remove_shared_memory(broker.instance)
+    done = broker.kmq("restore", "--yes")
+    assert done.returncode == 0, done.stderr
+    broker.up()
+    assert broker.kmq("produce", "lost", text="new\n").returncode == 0
+    found = broker.kmq("consume", "lost", "--from", "earliest").stdout.splitlines()
+    assert found == [*words, "new"]
+    assert broker.kmq("verify").returncode == 0
