@@ -148,10 +148,11 @@ class Trial:
 
     @contextlib.contextmanager
     def killing(self) -> Iterator[None]:
-        enough = threading.Event()
+        """Kill processes now and then, for as long as a round of a few hundred messages takes."""
+        enough, began = threading.Event(), time.monotonic()
 
         def kill() -> None:
-            while not enough.wait(self.rng.uniform(0.0, 1.5)):
+            while not enough.wait(self.rng.uniform(0.0, 1.5)) and time.monotonic() < began + 10:
                 self.kill()
 
         thread = threading.Thread(target=kill)
