@@ -148,7 +148,8 @@ def stop_on_signals(stop: threading.Event) -> Callable[[], bool]:
 
     def note(number: int, frame: FrameType | None) -> None:
         got.append(number)
-        stop.set()
+        # In a thread of its own: the signal may have interrupted the holder of the event's lock, the thread that waits.
+        threading.Thread(target=stop.set).start()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
