@@ -363,7 +363,7 @@ class Settings:
         "KMQ_TIER_CACHE",
         "1 GiB",
         kind.CACHE,
-        "disk for old records that are fetched in from KMQ_TIER; at least four objects",
+        "disk for old records that are fetched in from KMQ_TIER; 4 x KMQ_TIER_OBJECT if that is more",
     )
     tier_topics: str = _setting(
         "KMQ_TIER_TOPICS",
@@ -523,8 +523,6 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
         )
     if settings.shard:
         _check_shard(settings)
-    if settings.tier_cache < 4 * settings.tier_object:
-        raise ConfigError(f"KMQ_TIER_CACHE={settings.tier_cache}: must hold four objects of KMQ_TIER_OBJECT")
     if settings.intakes:
         _check_intakes(settings)
     return settings

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 
 from kmq.files import replace_file
 from kmq.log import dropped, index, rows, twins
+from kmq.log.damage import DamageError
 from kmq.log.rows import FILE
 
 NAME = "restored"
@@ -99,8 +100,10 @@ def of_wal(data: str) -> Gaps:
 
 def read(directory: str) -> Gaps:
     """Return the gaps of a partition, in order; () if it has none, or if a line of `tier` is damaged."""
-    content = rows.content_of(directory)
-    return () if content is None else parse(content, rows.label_of(directory)[0]) or ()
+    try:
+        return tuple(Gap(*pair) for pair in rows.of(directory).gaps)
+    except DamageError:
+        return ()
 
 
 def parse(content: bytes, log: str) -> Gaps | None:

@@ -96,6 +96,12 @@ def count_lines(data: bytes | bytearray) -> int:
     return len(data) - len(data.replace(b"\n", b""))
 
 
+def first_lines(data: bytes, count: int) -> bytes:
+    """Return the first `count` lines of `data`. Only a newline ends a line: a payload may have carriage returns."""
+    rest = data.split(b"\n", count)[count:]
+    return data[: len(data) - len(rest[0])] if rest else data
+
+
 def numbered(data: bytes) -> list[tuple[bytes, bytes, bytes, bytes, bytes]] | None:
     """Return (all up to the id, routing key, id, headers, payload) of whole lines; None unless all are good.
 

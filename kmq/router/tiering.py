@@ -63,8 +63,11 @@ class Tiering:
         return found if found is not None and found.end is not None else None
 
     def _file(self, name: str, number: int) -> TierFile | None:
-        found, topic, state = self._files.get((name, number)), *self._in_force_of(name, number)
-        if found is None or topic is None or found.life != topic.from_seq:
+        found = self._files.get((name, number))
+        if found is None:
+            return None
+        topic, state = self._in_force_of(name, number)
+        if topic is None or found.life != topic.from_seq:
             return None  # of a deleted topic
         if state is not None and len(state.gaps) > len(found.gaps):  # written by an append
             found = self._files[name, number] = found.copy()
@@ -101,9 +104,8 @@ class Tiering:
         if topic is None or coming is None or coming.life != topic.from_seq:
             self._context.logger.warn("rows_discarded", topic=name, partition=number, reason="of another life")
             return
-        lines = laid_out.decode("ascii").splitlines()[1:]
         try:
-            after = self._append(topic, number, lines)
+            after = self._append(topic, number, laid_out.decode("ascii").splitlines()[1:])
         except ValueError as err:
             self._context.logger.warn("rows_discarded", topic=name, partition=number, reason=err)
             return
@@ -156,7 +158,10 @@ class Tiering:
             return self._due_here(found, state, limits, now_s, most) if limits.is_tiered else 0
         start, count = self._due_in_all(found, state, limits, now_s, most)
         if start > found.begin(state.start):
+            sealed = state.sealed
             self.set_start(*at, start)
+            if state.sealed is not sealed:  # it waited for room, and segments went meanwhile: the next tick looks again
+                return 0
         return max(count, self._due_here(found, state, limits, now_s, most)) if limits.is_tiered else count
 
     def _due_in_all(

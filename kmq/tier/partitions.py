@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kmq.config.values import FOREVER
+from kmq.errors import ConfigError
 from kmq.files import make_directory, replace_file
 from kmq.log import deletions, gaps, identity, reader, rows, segment, topics
 from kmq.log.damage import DamageError
@@ -94,11 +95,18 @@ class PartitionCopier:
             if topic.startswith(gaps.INTERNAL) or topic not in lives:
                 continue
             if topic not in of_topic:
-                of_topic[topic] = usual.with_changes(topics.read(self._data, topic).limits)
+                of_topic[topic] = self._limits_of(usual, topic)
             each = TieredPartition(topic, number, lives[topic], at, of_topic[topic], state.logs)
             if each.limits.is_tiered or each.log.end is not None or self._adopted(each):
                 found.append(each)
         return sorted(found, key=lambda each: each.log.last_seq)
+
+    def _limits_of(self, usual: Limits, topic: str) -> Limits:
+        """Return the limits of a topic; the usual ones where its file is wrong, as the router has them."""
+        try:
+            return usual.with_changes(topics.read(self._data, topic).limits)
+        except ConfigError:
+            return usual
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
@@ -184,11 +192,17 @@ class PartitionCopier:
         self._compared.add(at)
 
     def _skipped(self, which: TieredPartition, local: int) -> tuple[list[CommitLine], int]:
-        """Return the lines that say what is never copied, and the offset with which the next row begins."""
+        """Return the lines that say what is never copied, and the offset with which the next row begins.
+
+        A segment that is missing is no reason: nothing is skipped that neither router.ckpt nor `tier` say was deleted.
+        """
         directory = directory_of(self._data, which.topic, which.number)
         found = gaps.read(directory)
-        start = gaps.passed(found, max(local, rows.of(directory).start))
+        begin = max(which.known.start, rows.of(directory).start)
+        start = gaps.passed(found, max(local, begin))
         end, lines = which.log.end, []
+        if gaps.passed(found, begin) < start:
+            return [], begin if end is None else end
         if end is None:
             return [], start
         for gap in found:
@@ -246,7 +260,7 @@ class PartitionCopier:
             count = record.count_lines(lines)
             if first + count > end:
                 count = end - first
-                lines = b"".join(lines.splitlines(keepends=True)[:count])
+                lines = record.first_lines(lines, count)
             if lines:
                 yield lines
                 nbytes, taken[0] = nbytes + len(lines), first + count

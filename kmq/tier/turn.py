@@ -362,7 +362,7 @@ class Copier:
         for first, lines in reader.local(self.data, topic, number).chunks(start, MEMBER_BYTES):
             count = record.count_lines(lines)
             if first + count > end:
-                lines = b"".join(lines.splitlines(keepends=True)[: end - first])
+                lines = record.first_lines(lines, end - first)
             if lines:
                 yield lines
                 self._rest(len(lines))

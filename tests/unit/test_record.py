@@ -313,3 +313,8 @@ def test_a_time_is_read_as_it_was_written(micros):
 )
 def test_parse_stored_takes_only_whole_stored_lines(line, found):
     assert record.parse_stored(line) == found
+
+
+@pytest.mark.parametrize(("count", "wanted"), [(0, b""), (1, b"a\rb\n"), (2, b"a\rb\nc\n"), (9, b"a\rb\nc\n")])
+def test_only_a_newline_ends_a_line(count, wanted):
+    assert record.first_lines(b"a\rb\nc\n", count) == wanted

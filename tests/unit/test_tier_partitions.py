@@ -50,6 +50,62 @@ def test_what_fills_an_object_goes_up_and_the_rest_waits(made):
     assert made.copier.commits.state.number == number
 
 
+def test_an_object_that_ends_with_the_checkpoint_has_whole_lines_with_carriage_returns_in_them(tmp_path):
+    made = TieredBroker(tmp_path, ON)
+    made.send(*[b"t|1|%d|%b\r%b\r" % (n, b"x" * 60, b"y" * 60) for n in range(150)])
+    made.checkpoint()
+    made.send(*lines(30, 150))  # they are in the last block, and no checkpoint has them
+    made.copier.turn()
+    made.tick()
+    [(begin, end)] = made.rows()
+    assert (begin, end) == (0, 150) and stored_in_tier(made) == b"".join(made.sent[:150])
+    made.kill()
+
+
+def test_a_segment_that_is_missing_drops_no_row(made):
+    """Retention and starts say what they delete, in router.ckpt or `tier`. A file that is not there says nothing."""
+    made.send(*lines(300))
+    made.turn()
+    made.tick()
+    found, end = made.rows(), made.rows()[-1][1]
+    behind = next(first for first in made.local() if first >= end)
+    made.send(*lines(300, 300))
+    made.checkpoint()
+    gone = [path for first, path in segment.listing(made.directory()) if first <= behind]
+    for path in gone:
+        os.rename(path, f"{path}.away")
+    made.copier.turn()
+    assert [(row.base, row.next) for row in made.state.logs["t/0", rows.of(made.directory()).life].rows] == found
+    for path in gone:
+        os.rename(f"{path}.away", path)
+    made.send(*lines(1, 600))
+    made.turn()
+    assert made.rows()[: len(found)] == found and made.rows()[-1][1] > end
+
+
+def test_a_topic_whose_file_is_wrong_has_the_usual_limits(made):
+    with open(f"{made.data}/topics/t/topic.toml", "a") as file:
+        file.write('local_retention_age = "soon"\n')
+    made.send(*lines(200))
+    made.turn()
+    assert made.rows()
+
+
+def test_segments_that_went_while_a_start_waited_for_room_are_not_counted_twice(made, monkeypatch):
+    made.send(*lines(300))
+    made.turn()
+    at, tiering = ("t", 0), made.queues.tiering
+    state = made.queues.logs.states[at]
+    assert state.sealed
+
+    def set_start(name, number, offset):
+        state.retire(1)
+
+    monkeypatch.setattr(tiering, "set_start", set_start)
+    limits = Limits(segment_bytes=SEGMENT, tier="on", retention_bytes=SEGMENT)
+    assert tiering.due(at, state, limits, made.now_s, 100) == 0
+
+
 def test_idle_partitions_cost_nothing(made):
     made.send(*lines(5))
     for _ in range(3):
@@ -176,8 +232,9 @@ def test_lines_of_another_life_or_that_do_not_follow_are_not_taken(made):
     for wrong in (
         text.replace(f"life={life}", "life=999"),
         text.replace("base=0 ", "base=5000 ").replace("next=", "next=9"),
+        text.replace("base=0 ", "base=\xff "),
     ):
-        with open(f"{outbox}/t-0", "w") as file:
+        with open(f"{outbox}/t-0", "w", encoding="latin-1") as file:
             file.write(wrong)
         made.tick()
         assert made.rows() == found and not os.path.exists(f"{outbox}/t-0")

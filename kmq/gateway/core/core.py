@@ -35,7 +35,7 @@ class Core:
         self.topics = TopicAdmin(self.broker)
         self.producing = Producing(settings, self.watermark, log)
         self.answers = Budget(ANSWER_BYTES, strangers=strangers)
-        tier = settings.tier, settings.tier_cache
+        tier = settings.tier, max(settings.tier_cache, 4 * settings.tier_object)
         self.cold = ColdReads(settings.data, self.waking.wake, *tier, log, self._lacks_room)
         self.fetching = Fetching(settings.data, page, self.partitions, self.waking, self.answers, self.cold)
 

@@ -121,7 +121,7 @@ class _PartitionView:
     def growth(self) -> int:
         """Return how many bytes the partition has grown since it was seen. A new segment counts as a whole answer."""
         if self.cold is not None:
-            return MAX_ANSWER if self.cold.has_news else 0
+            return MAX_ANSWER if self.cold.has_news() else 0
         now, seen = self.partition.signature(), self.seen
         if now == seen or self.is_resting:
             return 0
@@ -534,7 +534,7 @@ class FetchHandler:
         if not has_lines or offset >= view.end:
             return b"", offset
         if (cold := view.cold) is not None:
-            if not cold.has_news:
+            if not cold.has_news():
                 return b"", offset
             view.cold = None
             if cold.damage is not None:
