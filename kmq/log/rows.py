@@ -134,7 +134,7 @@ class TierFile:
         made = TierFile(self.head, self.log, self.life)
         for name in self.__slots__:
             setattr(made, name, getattr(self, name))
-        made.rows = [*self.rows]
+        made.rows, made._cold = [*self.rows], ColdPart(-1, [], 0)
         return made
 
     @property

@@ -229,6 +229,7 @@ class Limits:
         if limits.cleanup == COMPACT:
             if texts.get("tier") == "on":
                 raise ConfigError("tier = 'on': not with cleanup=compact, whose records lie in files that change")
+            limits.tier = "off"
             for name in set(_RETENTION) - set(texts):
                 setattr(limits, name, getattr(Limits(), name))
         for name, total in zip(_LOCAL, _RETENTION, strict=True):

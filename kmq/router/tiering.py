@@ -63,8 +63,11 @@ class Tiering:
         return found if found is not None and found.end is not None else None
 
     def _file(self, name: str, number: int) -> TierFile | None:
-        found, topic, state = self._files.get((name, number)), *self._in_force_of(name, number)
-        if found is None or topic is None or found.life != topic.from_seq:
+        found = self._files.get((name, number))
+        if found is None:
+            return None
+        topic, state = self._in_force_of(name, number)
+        if topic is None or found.life != topic.from_seq:
             return None  # of a deleted topic
         if state is not None and len(state.gaps) > len(found.gaps):  # written by an append
             found = self._files[name, number] = found.copy()

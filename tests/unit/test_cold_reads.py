@@ -10,6 +10,7 @@ from log_server import up
 from made_up import FIRST_TS
 from tiered import TieredBroker, lines
 
+from kmq.gateway.core import cold as cold_module
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.feed import Watermark
@@ -398,6 +399,35 @@ def test_without_a_store_old_records_are_refused_and_not_out_of_range(cold):
         assert refused.value.code == "cold"
 
     run(cold.data, scenario, "")
+
+
+def test_who_comes_back_after_a_long_failure_asks_anew(cold, monkeypatch):
+    """Nobody has asked for a while: the object was given up, and its reader is not left waiting for it."""
+    is_away = True
+    get = DirectoryStore.get
+
+    def failing(self, key):
+        if is_away and "/topics/" in key:
+            raise StoreError("away")
+        return get(self, key)
+
+    monkeypatch.setattr(DirectoryStore, "get", failing)
+    monkeypatch.setattr(cold_module, "_WANTED_S", 0.0)
+
+    async def scenario(fetching):
+        nonlocal is_away
+        cursor = Cursor(fetching.partitions.open("t", 0), 0)
+        await fetching.read([cursor], ALL, values)
+        deadline = time.monotonic() + 60
+        while not cursor.cold.is_given_up:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert not fetching.cold.waiting and cursor.has_news()
+        is_away = False
+        found = await fetching.fetch([cursor], ALL._replace(wait_s=60.0), values, asyncio.Event())
+        assert found[0][0] == 0
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}")
 
 
 def test_a_store_that_fails_at_first_is_asked_again(cold, monkeypatch):

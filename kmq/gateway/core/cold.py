@@ -14,9 +14,11 @@ Cost        Two threads, from the first cold read on.
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kmq.errors import ConfigError, KmqError
@@ -37,12 +39,15 @@ _TICK_S = 1.0
 
 
 class ColdObject:
-    """A row that is fetched in. `is_here`: it can be read now. `failure`: what the store said last; `damage`: for good."""
+    """A row that is fetched in. `is_here`: it can be read now. `failure`: what the store said last; `damage`: for good.
+
+    `is_given_up`: the store was away, and nobody has asked for a while. Who reads again asks for it anew.
+    """
 
     def __init__(self, err: NotHereError) -> None:
         self.err, self.path = err, os.path.dirname(rows.cached_path(err.directory, err.life, err.row))
         self.event = asyncio.Event()
-        self.failure = ""
+        self.failure, self.is_given_up = "", False
         self.damage: DamageError | None = None
         self.wanted_at = time.monotonic()
 
@@ -50,9 +55,10 @@ class ColdObject:
     def is_here(self) -> bool:
         return self.event.is_set()
 
-    @property
     def has_news(self) -> bool:
-        return self.is_here or self.damage is not None
+        """Return True if a reader should read again. It still wants this object."""
+        self.wanted_at = time.monotonic()
+        return self.is_here or self.is_given_up or self.damage is not None
 
 
 class ColdReads:
@@ -72,7 +78,8 @@ class ColdReads:
         self._lacks_room = lacks_room
         self._objects: dict[str, ColdObject] = {}  # that are not here yet, by path
         self._ahead: dict[str, tuple[ColdObject, float]] = {}  # fetched in: once it is read, the next one is wanted
-        self._threads: ThreadPoolExecutor | None = None
+        self._asked: SimpleQueue[ColdObject | None] = SimpleQueue()
+        self._has_threads, self._opening = False, threading.Lock()
         self._cache: TierCache | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self.fetched = self.waits = 0  # for the metrics
@@ -105,11 +112,10 @@ class ColdReads:
         """Return once the row can be read. Raises DamageError; RequestRefused (cold) after `seconds`."""
         found = self.want(err)
         deadline = time.monotonic() + seconds
-        while not found.has_news:
+        while not found.has_news():
             left = deadline - time.monotonic()
             if left <= 0:
                 raise refusal(found)
-            found.wanted_at = time.monotonic()
             try:
                 async with asyncio.timeout(min(left, _TICK_S)):
                     await found.event.wait()
@@ -123,16 +129,28 @@ class ColdReads:
             self._ticking.cancel()
         if self._cache is not None:
             self._cache.is_closed = True
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        for _ in range(_THREADS):
+            self._asked.put(None)
 
     # --- fetching in -------------------------------------------------------------------------------------------------
 
     def _fetch(self, found: ColdObject) -> None:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_THREADS, "cold")
-        running = asyncio.get_running_loop().run_in_executor(self._threads, self._work, found.err)
-        running.add_done_callback(lambda done: self._done(found, done))
+        if not self._has_threads:
+            self._has_threads, loop = True, asyncio.get_running_loop()
+            for _ in range(_THREADS):  # the end of the process does not wait for a request that hangs
+                threading.Thread(target=self._serve, args=(loop,), name="cold", daemon=True).start()
+        self._asked.put(found)
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Fetch in what is asked for, until None is."""
+        while (found := self._asked.get()) is not None:
+            error: Exception | None = None
+            try:
+                self._work(found.err)
+            except Exception as err:  # what it means is decided in the loop
+                error = err
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._done, found, error)
 
     def _work(self, err: NotHereError) -> None:
         from kmq.tier.cache import TierCache
@@ -140,17 +158,15 @@ class ColdReads:
 
         if not self._url:
             raise ConfigError("KMQ_TIER is not set, so nothing can be fetched from there")
-        if self._cache is None:
-            self._cache = TierCache(self._data, open_store(self._url), self._most)
+        with self._opening:
+            if self._cache is None:
+                self._cache = TierCache(self._data, open_store(self._url), self._most)
         self._cache.fetch(err.directory, err.life, err.row)
 
-    def _done(self, found: ColdObject, done: "asyncio.Future[None]") -> None:
-        if done.cancelled():
-            return
+    def _done(self, found: ColdObject, err: Exception | None) -> None:
         from kmq.tier.objects import ObjectError
         from kmq.tier.store import MissingError
 
-        err = done.exception()
         if err is None:
             self.fetched += 1
             found.failure = ""
@@ -171,7 +187,7 @@ class ColdReads:
             self._failed(found, err)
         self._wake(found.err.directory)
 
-    def _failed(self, found: ColdObject, err: BaseException) -> None:
+    def _failed(self, found: ColdObject, err: Exception) -> None:
         if not found.failure and self._log is not None:
             effect = "readers of old records wait, or are told to come again; nothing else does"
             self._log.warn("tier_read_failed", reason=err, effect=effect)
@@ -179,6 +195,7 @@ class ColdReads:
         if time.monotonic() - found.wanted_at < _WANTED_S:
             asyncio.get_running_loop().call_later(_AGAIN_S, self._again, found)
         else:
+            found.is_given_up = True
             self._objects.pop(found.path, None)
 
     def _again(self, found: ColdObject) -> None:

@@ -273,7 +273,7 @@ class Cursor:
 
     def has_news(self) -> bool:
         if self.cold is not None:
-            return self.cold.has_news
+            return self.cold.has_news()
         return not self.damage.is_resting and self.partition.signature() != self.seen
 
     def waits_for_cold(self) -> bool:
@@ -283,7 +283,7 @@ class Cursor:
         if cold.damage is not None:
             self.cold = None
             raise cold.damage
-        if cold.is_here:
+        if cold.has_news():
             self.cold = None
         return self.cold is not None
 

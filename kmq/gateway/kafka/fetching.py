@@ -121,7 +121,7 @@ class _KnownPartition:
     def growth(self) -> int:
         """Return how many bytes the partition has grown since it was seen. A new segment counts as a whole answer."""
         if self.cold is not None:
-            return MAX_ANSWER if self.cold.has_news else 0
+            return MAX_ANSWER if self.cold.has_news() else 0
         now, seen = self.partition.signature(), self.seen
         if now == seen or self.is_resting:
             return 0
@@ -536,7 +536,7 @@ class FetchChapter:
         if not has_lines or offset >= known.end:
             return b"", offset
         if (cold := known.cold) is not None:
-            if not cold.has_news:
+            if not cold.has_news():
                 return b"", offset
             known.cold = None
             if cold.damage is not None:
