@@ -767,11 +767,6 @@ MUTANTS = [
         [UNIT_TIER],
     ),
     Mutant(
-        "tier: total limits take segments before older rows",
-        [(TIERING, "                return begin, 0\n", "                break\n")],
-        [UNIT_TIER],
-    ),
-    Mutant(
         "tier: what total limits took leaves the start where it was",
         [(TIERING, "if start > found.begin(state.start):", "if False:")],
         [UNIT_TIER],
@@ -785,6 +780,11 @@ MUTANTS = [
                 "        if False:\n            begin",
             )
         ],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: without a checkpoint a start deletes segments below the end of the rows",
+        [("kmq/router/recovery.py", "0 if row.known is row.floor else row.known.start", "row.known.start")],
         [UNIT_TIER],
     ),
     Mutant(
