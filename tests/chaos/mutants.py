@@ -788,6 +788,27 @@ MUTANTS = [
         [UNIT_TIER],
     ),
     Mutant(
+        "tier: a start beyond the end is asked of what the disk has",
+        [(CHANGES, "if (end := self._tiering.end_at(log.topic, log.number, seq)) is not None:", "if (end := 0):")],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: a directory that went on elsewhere adds rows",
+        [("kmq/tier/partitions.py", "        self._compare(which, segments[0].first)\n", "")],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: a damaged file `tier` moves the start",
+        [
+            (
+                ROWS,
+                "            raise DamageError(path, 0,",
+                "            return _NOTHING\n            raise DamageError(path, 0,",
+            )
+        ],
+        [UNIT_ROWS],
+    ),
+    Mutant(
         "tier: a row that does not follow is taken",
         [(ROWS, "if row is None or not self.follows(row.base):", "if row is None:")],
         [UNIT_ROWS],

@@ -280,6 +280,22 @@ def test_a_new_start_beyond_the_rows_is_skipped(made):
     assert stored_in_tier(made) == b"".join(made.sent[end + 5 : made.rows()[-1][1]])
 
 
+def test_a_start_beyond_the_end_of_then_deletes_nothing_that_came_later(made):
+    """Its record is asked again at each start of the router: the end counts that the partition had then."""
+    made.send(*lines(100))
+    made.send(b"__kmq.start|1|;request=r|t incarnation=1 0=1000000")
+    made.tick()
+    assert made.begin() == 100
+    made.send(*lines(400))
+    for _ in range(3):
+        made.turn()
+    assert made.rows()[0][0] == 100 and made.local()[0] > 200
+    made.stop()
+    made.start()
+    made.tick()
+    assert made.begin() == 100
+
+
 def test_a_deleted_topic_leaves_no_row_and_a_second_life_has_its_own(made):
     made.send(*lines(300))
     made.turn()
