@@ -15,6 +15,7 @@ from kmq.log.rows import NotHereError
 from kmq.log.segment import Limits
 from kmq.router.tiering import Tiering
 from kmq.tier.cache import TierCache
+from kmq.tier.commits import line
 from kmq.tier.partitions import PartitionCopier
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -159,9 +160,17 @@ def without_cover(monkeypatch):
     )
 
 
-def without_order(monkeypatch):
-    """A row begins where the disk begins, not where the last one ends."""
-    monkeypatch.setattr(PartitionCopier, "_skipped", lambda self, which, local: ([], local))
+def without_need(monkeypatch):
+    """Rows are dropped whether or not readers need them."""
+
+    def drops(self, state, found):
+        return [
+            line("drop", each.name, life=each.life, before=each.log.end, why="retention")
+            for each in found
+            if each.log.rows
+        ]
+
+    monkeypatch.setattr(PartitionCopier, "drops", drops)
 
 
 def without_start(monkeypatch):
@@ -169,7 +178,7 @@ def without_start(monkeypatch):
     monkeypatch.setattr(Tiering, "set_start", lambda self, name, number, offset: None)
 
 
-MUTANTS = [without_cover, without_order, without_start]
+MUTANTS = [without_cover, without_need, without_start]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
