@@ -340,10 +340,13 @@ def append(directory: str, before: TierFile, lines: Sequence[str], is_new: bool)
 
 
 def _is_whole(path: str) -> bool:
-    """Return True if the last line of a file has its end."""
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
+    """Return True if the last line of a file has its end; False if the file is empty, or was removed."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"\n"
+    except OSError:
+        return False
 
 
 # --- objects that were fetched in ------------------------------------------------------------------------------------

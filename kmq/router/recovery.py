@@ -169,7 +169,8 @@ class Recovery:
         """Find the state of one log; return the seq from which it needs a replay, or None."""
         topic, number = row.topic, row.number
         directory = directory_of(self._context.data, topic.name, number)
-        segments = _settle(directory, row.known)
+        # Without a checkpoint nothing says that a segment was deleted: the rows are copies of what is there.
+        segments = _settle(directory, 0 if row.known is row.floor else row.known.start)
         row = row._replace(gaps=self._gaps_of(row, segments))
         segments = _without_emptied(segments, row.gaps)
         was_there, is_changed = bool(segments), not fits(segments, row.known)
@@ -416,10 +417,10 @@ class Recovery:
         return not os.path.exists(segment.index_path(f"{self._context.data}/{active}"))
 
 
-def _settle(directory: str, known: PartitionState) -> list[Segment]:
-    """Finish a deletion of segments that a kill interrupted, and return the segments of the log."""
+def _settle(directory: str, start: int) -> list[Segment]:
+    """Finish a deletion of segments before offset `start` that a kill interrupted; return the segments of the log."""
     # The kill may have come between the checkpoint and the removal of the segments, or before the copy got its name.
-    segment.remove([part for part in segment.survey(directory) if part.first < known.start])
+    segment.remove([part for part in segment.survey(directory) if part.first < start])
     remnant.settle(directory)
     segment.settle(directory)
     return segment.survey(directory)

@@ -28,6 +28,7 @@ from kmq.router.in_force import Context, TopicsInForce
 
 OUTBOX = "topics/.tiered"  # in which kmq.tier lays out lines
 _PLACE = re.compile(r"(.+)-(\d{1,4})")
+_NOTHING = rows.empty("", "", 0)  # of a partition without the file
 _WHAT = "that old records of partitions lie in KMQ_TIER"
 
 
@@ -138,9 +139,14 @@ class Tiering:
     # --- starts and limits -------------------------------------------------------------------------------------------
 
     def set_start(self, name: str, number: int, offset: int) -> None:
-        """Let a partition that has rows begin at `offset` for readers; it may begin later already."""
+        """Let a partition begin at `offset` for readers, if it has rows or may get some; it may begin later already.
+
+        A row may be on its way: without the start it would bring back what was deleted.
+        """
         found, (topic, _) = self.of(name, number), self._in_force_of(name, number)
-        if found is not None and topic is not None and found.start < offset:
+        may_have_rows = found is not None or self._in_force.limits_of(name).is_tiered
+        found = found or self._file(name, number) or _NOTHING
+        if topic is not None and may_have_rows and found.start < offset:
             self._append(topic, number, [f"start {offset}"])
 
     def end_at(self, name: str, number: int, seq: int) -> int | None:
@@ -151,7 +157,7 @@ class Tiering:
 
     def due(self, at: tuple[str, int], state: PartitionState, limits: Limits, now_s: float, most: int) -> int:
         """Return how many of the oldest sealed segments of a partition may go; let it begin later if rows are due."""
-        found = self.of(*at)
+        found = self.of(*at) or (_NOTHING if limits.is_tiered else None)
         if found is None:
             return limits.expired(state.sealed, state.active_bytes, now_s, most)
         if self._is_writing:  # room is made for this file itself: its start cannot move now

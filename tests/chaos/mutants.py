@@ -779,11 +779,6 @@ MUTANTS = [
         [UNIT_TIER],
     ),
     Mutant(
-        "tier: total limits take segments before older rows",
-        [(TIERING, "                return begin, 0\n", "                break\n")],
-        [UNIT_TIER],
-    ),
-    Mutant(
         "tier: what total limits took leaves the start where it was",
         [(TIERING, "if start > found.begin(state.start):", "if False:")],
         [UNIT_TIER],
@@ -798,6 +793,32 @@ MUTANTS = [
             )
         ],
         [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: without a checkpoint a start deletes segments below the end of the rows",
+        [("kmq/router/recovery.py", "0 if row.known is row.floor else row.known.start", "row.known.start")],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: a start beyond the end is asked of what the disk has",
+        [(CHANGES, "if (end := self._tiering.end_at(log.topic, log.number, seq)) is not None:", "if (end := 0):")],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: a directory that went on elsewhere adds rows",
+        [("kmq/tier/partitions.py", "        self._compare(which, segments[0].first)\n", "")],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: a damaged file `tier` moves the start",
+        [
+            (
+                ROWS,
+                "            raise DamageError(path, 0,",
+                "            return _NOTHING\n            raise DamageError(path, 0,",
+            )
+        ],
+        [UNIT_ROWS],
     ),
     Mutant(
         "tier: a row that does not follow is taken",

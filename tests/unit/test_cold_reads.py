@@ -24,7 +24,7 @@ from kmq.log.rows import NotHereError
 from kmq.log.segment import SEQ, Limits
 from kmq.tier import cache as cache_module
 from kmq.tier.cache import TierCache
-from kmq.tier.objects import ObjectError
+from kmq.tier.objects import ObjectError, pack_file
 from kmq.tier.store import DirectoryStore, StoreError
 from kmq.wire.requests import Position
 
@@ -270,7 +270,10 @@ def test_an_object_that_is_not_what_its_row_says_is_not_used(cold):
     row = rows.of(cold.broker.directory()).rows[0]
     path = f"{cold.broker.store.root}/{cold.broker.copier.lineage}/{row.key}"
     content = Path(path).read_bytes()
-    for wrong in (content[:-1], content[:100] + b"x" + content[101:], content + content, b""):
+    text = b"".join(cold.sent[: row.next])
+    other = pack_file(text.replace(b"|1111", b"|1112", 1)).content  # as long, with as many lines, and the same last one
+    assert other != content
+    for wrong in (content[:-1], content[:100] + b"x" + content[101:], content + content, b"", other):
         Path(path).write_bytes(wrong)
         with pytest.raises(ObjectError):
             fetch(cold, 0)

@@ -98,6 +98,14 @@ def test_what_an_append_has_left_torn_is_not_there_and_goes_with_the_next_one(di
         assert rows.of(directory).rows == [row(0, 10), row(10, 20)]
 
 
+def test_a_file_that_was_removed_is_written_again_with_the_next_line(directory):
+    found = begun(directory, add(0, 10), "start 3")
+    for harm in (os.unlink, lambda path: os.truncate(path, 0)):
+        harm(rows.path_of(directory))
+        found = rows.append(directory, found, [add(found.end, found.end + 5)], is_new=False)
+        assert rows.of(directory).rows == found.rows and rows.of(directory).start == 3
+
+
 def test_a_damaged_file_stops_readers_instead_of_moving_the_start(directory):
     begun(directory, add(0, 10))
     with open(rows.path_of(directory), "r+b") as file:
