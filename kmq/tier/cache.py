@@ -159,14 +159,19 @@ class TierCache:
 
     def remove(self, path: str) -> None:
         """Remove the object in a directory; who has it open reads on."""
-        hidden = f"{self._root}/{_MAKING}{os.urandom(8).hex()}"
-        try:
-            os.rename(path, hidden)  # at once: a reader finds both files, or none
-        except FileNotFoundError:
-            pass
-        shutil.rmtree(hidden, ignore_errors=True)
+        remove_object(self._root, path)
         self._sizes.pop(path, None)
         self._fetched.pop(path, None)
+
+
+def remove_object(root: str, path: str) -> None:
+    """Remove the object in a directory of the cache at once: a reader finds both files, or none."""
+    hidden = f"{root}/{_MAKING}{os.urandom(8).hex()}"
+    try:
+        os.rename(path, hidden)
+    except FileNotFoundError:
+        pass
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _used_at(path: str) -> int:

@@ -11,6 +11,7 @@ from made_up import FIRST_TS
 from tiered import TieredBroker, lines
 
 from kmq.gateway.core import cold as cold_module
+from kmq.gateway.core import partitions as partitions_module
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.feed import Watermark
@@ -291,6 +292,72 @@ def test_a_cached_file_that_is_damaged_is_fetched_once_more_and_then_is_damage(c
             with pytest.raises(NotHereError):
                 partition.read(0, 1)
             assert cold.get(partition.read, 0, 1)[1] == cold.sent[0]
+
+
+def harm(cold, text=b"999", at=0):
+    with open(f"{cold.data}/tier/cache/t/1/0/0/log", "r+b") as file:
+        file.seek(at)
+        file.write(text)
+
+
+def whole_range(partition):
+    """The bytes of the first object, as a consumer that catches up gets them."""
+    asked, found = partition.range(0), b""
+    try:
+        while span := partition.take(asked):
+            found += span.read()
+    finally:
+        asked.close()
+    return found
+
+
+WAYS = {
+    "read": lambda partition: partition.read(0, 1)[0],
+    "batch": lambda partition: partition.batch(0, 1).offset,
+    "range": whole_range,
+    "received": lambda partition: partition.locate(Position("received", FIRST_TS + 8)),
+    "seq": lambda partition: partition.locate(Position("seq", 8)),
+    "time": lambda partition: partition.first_shown(FIRST_TS // 1000).offset,
+    "back": lambda partition: partition.back(20, 1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_read_a_damaged_cached_object_has_it_fetched_once_more(cold, way):
+    partition, directory = Partitions(cold.data).open("t", 0), f"{cold.data}/tier/cache/t/1/0/0"
+    good = cold.get(WAYS[way], partition)
+    for name in ("log", "log.idx"):
+        Path(f"{directory}/{name}").write_bytes(b"9" * os.path.getsize(f"{directory}/{name}"))
+    assert cold.get(WAYS[way], partition) == good and cold.fetched == [0, 0]
+
+
+def test_damage_behind_a_good_span_of_a_range_is_fetched_once_more_too(cold):
+    partition = Partitions(cold.data).open("t", 0)
+    good = cold.get(whole_range, partition)
+    harm(cold, at=len(good) - 10)
+    with pytest.raises(FileNotFoundError):  # look again
+        whole_range(partition)
+    assert cold.get(whole_range, partition) == good
+
+
+def test_damage_of_an_object_that_was_damaged_long_ago_is_mended_again(cold, monkeypatch):
+    monkeypatch.setattr(partitions_module, "_DAMAGED_S", 0.0)
+    partition = Partitions(cold.data).open("t", 0)
+    cold.get(partition.read, 0, 1)
+    for _ in range(3):
+        harm(cold)
+        assert cold.get(partition.read, 0, 1)[1] == cold.sent[0]
+    assert cold.fetched == [0] * 4
+
+
+def test_a_damaged_object_is_gone_at_once_with_its_index(cold, monkeypatch):
+    partition = Partitions(cold.data).open("t", 0)
+    cold.get(partition.read, 0, 1)
+    harm(cold)
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors=False: None)  # a kill before anything is deleted
+    with pytest.raises(NotHereError):
+        partition.read(0, 1)
+    assert not os.path.exists(f"{cold.data}/tier/cache/t/1/0/0")
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
