@@ -219,6 +219,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        self.core.cold.start()
 
     async def run(self) -> None:
         """Serve until a signal arrives, or the role of this broker is over."""

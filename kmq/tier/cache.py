@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 import zlib
+from contextlib import suppress
 
 from kmq.errors import CorruptError
 from kmq.files import FULL, give_up
@@ -63,7 +64,8 @@ class TierCache:
                 shutil.rmtree(f"{directory}/{name}", ignore_errors=True)
                 inner.remove(name)
             if "log" in names:
-                self._sizes[directory] = sum(os.path.getsize(f"{directory}/{name}") for name in names)
+                with suppress(FileNotFoundError):  # it was damaged, and a reader has just removed it
+                    self._sizes[directory] = sum(os.path.getsize(f"{directory}/{name}") for name in names)
 
     def fetch(self, directory: str, life: int, row: TierRow) -> None:
         """Fetch the object of a row in; wait while readers have not read what they waited for.

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from kmq.log.deleted_records import DeletedRecords
 from kmq.log.rows import NotHereError
 from kmq.log.segment import SEQ, Limits
 from kmq.tier import cache as cache_module
+from kmq.tier import store as store_module
 from kmq.tier.cache import TierCache
 from kmq.tier.objects import ObjectError
 from kmq.tier.store import DirectoryStore, StoreError
@@ -513,3 +516,72 @@ def test_a_store_that_fails_at_first_is_asked_again(cold, monkeypatch):
         assert not failures
 
     run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
+# --- room ------------------------------------------------------------------------------------------------------------
+
+
+async def until(holds, what):
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.01)
+
+
+def test_what_lies_in_the_cache_at_a_start_gives_way_before_anything_is_read(cold, monkeypatch):
+    monkeypatch.setattr(cold_module, "_TICK_S", 0.01)
+    fetch(cold, 0)
+    lacks_room = False
+
+    async def scenario():
+        nonlocal lacks_room
+        again = ColdReads(
+            cold.data, lambda _: None, f"file://{cold.broker.store.root}", 1 << 30, None, lambda: lacks_room
+        )
+        again.start()
+        await until(lambda: again.nbytes == cold.cache.nbytes, "the objects from before are counted")
+        lacks_room = True
+        await until(lambda: not os.path.exists(f"{cold.data}/tier/cache/t/1/0/0"), "they give way")
+        again.close()
+
+    asyncio.run(scenario())
+
+
+def test_without_a_store_or_a_cache_a_start_does_nothing(cold):
+    async def scenario():
+        before = threading.active_count()
+        for url in ("", f"file://{cold.broker.store.root}"):
+            made = ColdReads(cold.data, lambda _: None, url, 1 << 30)
+            made.start()
+            assert made._ticking is None and threading.active_count() == before
+            made.close()
+            if not url:
+                shutil.rmtree(f"{cold.data}/tier/cache")
+
+    fetch(cold, 0)
+    asyncio.run(scenario())
+
+
+def test_an_object_that_takes_longer_than_a_tick_gives_way_too(cold, monkeypatch):
+    monkeypatch.setattr(cold_module, "_TICK_S", 0.01)
+    gate, ticks, tick, opened = threading.Event(), [], ColdReads._tick, store_module.open_store
+
+    def slow(url):
+        assert gate.wait(30)
+        return opened(url)
+
+    monkeypatch.setattr(store_module, "open_store", slow)
+    monkeypatch.setattr(ColdReads, "_tick", lambda self: (ticks.append(1), tick(self)))
+    row = rows.of(cold.broker.directory()).rows[0]
+
+    async def scenario():
+        made = ColdReads(cold.data, lambda _: None, f"file://{cold.broker.store.root}", 1 << 30, None, lambda: True)
+        wanted = made.want(NotHereError(cold.broker.directory(), 1, row))
+        await until(lambda: ticks, "a tick comes before the store is open")
+        gate.set()
+        await wanted.event.wait()
+        assert cold.log().read(0, 1)[0] == 0
+        await until(lambda: not os.path.exists(f"{cold.data}/tier/cache/t/1/0/0"), "it gives way once it was read")
+        made.close()
+
+    asyncio.run(scenario())
