@@ -227,6 +227,77 @@ def test_readers_of_the_disk_alone_see_no_row(cold):
     assert log.first_offset == first and log.read(0)[0] == first
 
 
+# --- a damaged file `tier` -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(cold):
+    """The first local offset of a partition whose file `tier` is damaged."""
+    path = Path(f"{cold.broker.directory()}/tier")
+    path.write_bytes(path.read_bytes().replace(b" add ", b" odd "))
+    return cold.broker.local()[0]
+
+
+def test_what_the_disk_has_is_read_as_ever_though_tier_is_damaged(cold, damaged):
+    partitions = Partitions(cold.data)
+    partition = partitions.open("t", 0)
+    assert partition.bounds() == partitions.bounds("t", 0) == Bounds(cold.data).of("t", 0) == (damaged, COUNT)
+    for offset in (damaged, damaged + 7, COUNT - 1):
+        assert partition.read(offset, 1) == (offset, cold.sent[offset])
+        assert partition.batch(offset, 1).offset == partition.locate(Position("offset", offset)) == offset
+        assert partition.nearest(offset) == partition.first_left(offset) == partition.first_after(offset) == offset
+    offset, found = damaged, b""
+    while offset < COUNT:
+        asked = partition.range(offset)
+        while span := partition.take(asked):
+            found += span.read()
+        offset = asked.next_offset
+        asked.close()
+    assert found == b"".join(cold.sent[damaged:])
+    assert partition.locate(Position("latest", 0)) == partition.nearest(COUNT + 9) == COUNT
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda partition: partition.read(3, 1),
+        lambda partition: partition.batch(3, 1),
+        lambda partition: partition.range(3),
+        lambda partition: partition.nearest(3),
+        lambda partition: partition.first_left(3),
+        lambda partition: partition.first_after(3),
+        lambda partition: partition.locate(Position("offset", 3)),
+        lambda partition: partition.locate(Position("earliest", 0)),
+        lambda partition: partition.locate(Position("received", FIRST_TS + 8)),
+    ],
+)
+def test_what_lies_before_the_disk_is_refused_while_tier_is_damaged(cold, damaged, ask):
+    with pytest.raises(DamageError):
+        ask(Partitions(cold.data).open("t", 0))
+
+
+def test_no_consumer_is_moved_past_what_a_damaged_tier_hides(cold, damaged):
+    async def scenario(fetching):
+        partition = fetching.partitions.open("t", 0)
+        for is_strict in (True, False):
+            cursor = Cursor(partition, 3, is_strict=is_strict)
+            with pytest.raises(RequestRefused) as refused:
+                await fetching.read([cursor], ALL, values)
+            assert (refused.value.code, cursor.offset, cursor.overtaken) == ("damaged", 3, range(0))
+        found = await fetching.fetch([Cursor(partition, damaged, is_strict=True)], ALL, values, asyncio.Event())
+        assert found[0] == (damaged, cold.sent[damaged][:-1])
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
+def test_lists_from_which_bulk_readers_begin_name_no_start_while_tier_is_damaged(cold, damaged):
+    with pytest.raises(DamageError):
+        Bounds(cold.data, is_strict=True).of("t", 0)
+    for _ in range(4):  # it is laid out again; what was appended to the damaged file goes with it
+        cold.broker.turn()
+    assert Bounds(cold.data, is_strict=True).of("t", 0) == Partitions(cold.data).bounds("t", 0) == (0, COUNT)
+
+
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 

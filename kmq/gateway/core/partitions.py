@@ -394,7 +394,16 @@ class Partition:
             empty = self._owner.empty_at(self)
             return empty, self._owner.reach(self, empty)
         end = self._log.end_offset()
-        return min(self._log.first_offset, end), self._owner.reach(self, end)
+        return min(self._log.known_first(), end), self._owner.reach(self, end)
+
+    def begin(self, offset: int = 0) -> int:
+        """Return the start for a reader of `offset`. Raises DamageError if `tier` does not say what lies before it."""
+        return self._known(self.start(), offset)
+
+    def _known(self, start: int, offset: int) -> int:
+        if offset < start:
+            self._log.listed(offset)
+        return start
 
     def gaps(self) -> Gaps:
         """Return the gaps of the partition (kmq/log/gaps.py)."""
@@ -402,26 +411,27 @@ class Partition:
 
     def first_after(self, offset: int) -> int:
         """Return the first offset of the partition, or after a gap in which `offset` lies."""
-        return max(self.start(), self.passed(offset))
+        return max(self.begin(offset), self.passed(offset))
 
     def passed(self, offset: int) -> int:
         """Return the offset at which a reader at `offset` resumes: the end of the gap that it lies in, else itself."""
         return gaps.passed(self._log.gaps(), offset)
 
     def nearest(self, offset: int) -> int:
-        """Return this offset, or the first or the end offset if it lies outside."""
+        """Return this offset, or the first or the end offset if it lies outside. Raises DamageError as `begin` does."""
         end = self.end()
-        start = min(self._log.first_offset, end) if self._log.segments() else end
-        return min(max(start, offset), end)
+        start = min(self._log.known_first(), end) if self._log.segments() else end
+        return min(max(self._known(start, offset), offset), end)
 
     def first_left(self, offset: int) -> int:
-        """Return this offset, or the first of the partition if that is higher. Reads no record."""
-        return max(offset, self._log.first_offset if self._log.segments() else self._owner.empty_at(self))
+        """Return this offset, or the first of the partition if that is higher. Reads no record. Raises as `begin` does."""
+        first = self._log.known_first() if self._log.segments() else self._owner.empty_at(self)
+        return max(offset, self._known(first, offset))
 
     def locate(self, position: Position) -> int:
         """Return the present offset of a position. Raises RequestRefused for an offset beyond the end."""
         if position.kind == "earliest":
-            return self.start()
+            return self.begin()
         if position.kind == "latest":
             return self.end()
         if position.kind == "time":
@@ -431,7 +441,7 @@ class Partition:
             return self._owner.look(self._log.offset_of_time, position.value)
         if position.kind == "seq":  # of the WAL: the first record with this seq or a later one
             return self._owner.look(self._log.offset_of_seq, position.value)
-        start, end = self.start(), self.end()
+        start, end = self.begin(position.value), self.end()
         if position.value > end:
             self._owner.check_ends()
             text = f"{self.topic}/{self.number}: offset {position.value} is beyond first={start} end={end}"

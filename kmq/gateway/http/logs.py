@@ -74,7 +74,7 @@ class LogCalls:
         self._settings, self._data = broker.settings, broker.settings.data
         self._durability, self._router = broker.page.rows["durability"], broker.page.rows["router"]
         self._durable = 0  # the highest durable seq seen
-        self._bounds = Bounds(self._data)
+        self._bounds = Bounds(self._data, is_strict=True)
         self._threads = ThreadPoolExecutor(_THREADS, "logs")
         self._sending: set[asyncio.Task[None] | None] = set()
 
