@@ -6,12 +6,15 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from fake_logger import FakeLogger
 from log_server import up
 from made_up import FIRST_TS
 from tiered import TieredBroker, lines
 
+from kmq.config.settings import load
 from kmq.gateway.core import cold as cold_module
 from kmq.gateway.core import partitions as partitions_module
 from kmq.gateway.core.broker import RequestRefused
@@ -19,6 +22,8 @@ from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Cursor, Fetching, Limit, Waking
 from kmq.gateway.core.partitions import Partitions, Range
+from kmq.gateway.grpc.calls import Streams
+from kmq.gateway.grpc.podbus import PodBus
 from kmq.log import reader, rows
 from kmq.log.bounds import Bounds, measure
 from kmq.log.damage import DamageError
@@ -585,6 +590,19 @@ def test_a_store_that_fails_at_first_is_asked_again(cold, monkeypatch):
     async def scenario(fetching):
         assert (await fetching.run(fetching.partitions.open("t", 0).read, 0, 1))[0] == 0
         assert not failures
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
+def test_podbus_has_a_damaged_cached_object_fetched_once_more(cold):
+    async def scenario(fetching):
+        fetching._router.seq = COUNT
+        settings = load({"KMQ_DATA": cold.data, "KMQ_PODBUS_TOPIC": "t"}, "/nonexistent.toml")
+        heals = fetching.cold, fetching.partitions.removed_from_cache
+        bus = PodBus(settings, fetching.waking.watermark, FakeLogger(), Streams(9), None, *heals)
+        first = await bus.consume(SimpleNamespace(offset=1), None)
+        harm(cold)
+        assert await bus.consume(SimpleNamespace(offset=1), None) == first and fetching.cold.fetched == 2
 
     run(cold.data, scenario, f"file://{cold.broker.store.root}")
 
