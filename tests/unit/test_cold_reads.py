@@ -14,6 +14,7 @@ from log_server import up
 from made_up import FIRST_TS
 from tiered import TieredBroker, lines
 
+from kmq.broker.stats import Incidents, Strangers
 from kmq.config.settings import load
 from kmq.gateway.core import cold as cold_module
 from kmq.gateway.core import partitions as partitions_module
@@ -21,9 +22,14 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Cursor, Fetching, Limit, Waking
+from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Partitions, Range
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offsets import OffsetStore
 from kmq.gateway.grpc.calls import Streams
 from kmq.gateway.grpc.podbus import PodBus
+from kmq.gateway.lines.door import Lines
+from kmq.gateway.lines.service import Service
 from kmq.log import reader, rows
 from kmq.log.bounds import Bounds, measure
 from kmq.log.damage import DamageError
@@ -442,7 +448,7 @@ def test_a_damaged_object_is_gone_at_once_with_its_index(cold, monkeypatch):
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-def run(data, scenario, url):
+def run(data, scenario, url, has_settings=False):
     with up(data, synced=COUNT) as found:
 
         async def whole():
@@ -450,7 +456,7 @@ def run(data, scenario, url):
             cold = ColdReads(data, waking.wake, url, 1 << 30)
             fetching = Fetching(data, found.page, partitions, waking, cold=cold)
             try:
-                await scenario(fetching)
+                await (scenario(found.settings, fetching) if has_settings else scenario(fetching))
             finally:
                 fetching.close()
                 cold.close()
@@ -605,6 +611,35 @@ def test_podbus_has_a_damaged_cached_object_fetched_once_more(cold):
         assert await bus.consume(SimpleNamespace(offset=1), None) == first and fetching.cold.fetched == 2
 
     run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
+@pytest.mark.parametrize("at", [0, 5000], ids=["at its start", "behind good records"])
+def test_a_consumer_of_lines_that_catches_up_has_a_damaged_cached_object_fetched_once_more(cold, at):
+    cold.get(cold.log().read, 0, 1)
+    harm(cold, at=at)
+
+    async def scenario(settings, fetching):
+        strangers = Strangers(fetching._router, Incidents(lambda *_, **__: None))
+        service = Service(
+            settings, fetching.waking, None, strangers, Requests(), fetching.partitions, cold=fetching.cold
+        )
+        store = OffsetStore(settings, fetching.waking.watermark, FakeLogger())
+        groups = Groups(settings, store, service.partitions, FakeLogger())
+        lines = Lines(service, groups)
+        server = await asyncio.get_running_loop().create_server(lines, "127.0.0.1", 0)
+        got, sender = await asyncio.open_connection(*server.sockets[0].getsockname())
+        try:
+            async with asyncio.timeout(60):
+                sender.write(b"CONSUME t/0 from=0 raw\n")
+                assert await got.readexactly(sum(map(len, cold.sent))) == b"".join(cold.sent)
+        finally:
+            sender.close()
+            lines.stop()
+            await lines.drain()
+            server.close()
+            service.close()
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}", has_settings=True)
 
 
 # --- room ------------------------------------------------------------------------------------------------------------
