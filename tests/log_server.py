@@ -21,6 +21,7 @@ from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Fetching
+from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import OffsetStore
 from kmq.gateway.http import logs, request, server
@@ -101,8 +102,8 @@ class _Thread:
         made: list[logs.LogCalls] = []
         original = logs.LogCalls
 
-        def make(broker: Broker, cold: ColdReads) -> logs.LogCalls:
-            made.append(original(broker, cold))
+        def make(broker: Broker, cold: ColdReads, partitions: Partitions) -> logs.LogCalls:
+            made.append(original(broker, cold, partitions))
             return made[0]
 
         logs.LogCalls = make  # type: ignore[assignment,misc]

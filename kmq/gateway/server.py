@@ -94,7 +94,8 @@ class Gateway:
         self.doors = Doors(settings, self.strangers)
         self.calls = Calls(settings, self.strangers)
         streams = Streams(STREAMS)
-        self.bus = PodBus(settings, self.core.watermark, log, streams, self.core.answers, self.core.cold)
+        heals = self.core.cold, self.core.partitions.removed_from_cache
+        self.bus = PodBus(settings, self.core.watermark, log, streams, self.core.answers, *heals)
         self.offsets = OffsetStore(settings, self.core.watermark, log)
         self.groups = Groups(settings, self.offsets, self.core.partitions, log)
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log, self.groups.is_alive, self.groups.forgotten)
@@ -219,6 +220,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        self.core.cold.start()
 
     async def run(self) -> None:
         """Serve until a signal arrives, or the role of this broker is over."""

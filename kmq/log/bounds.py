@@ -67,8 +67,9 @@ def _active(directory: str) -> tuple[list[str], Signature] | None:
 class Bounds:
     """First and end offsets of partitions, cached until a file that they were read from changes."""
 
-    def __init__(self, data: str) -> None:
-        self._data = data
+    def __init__(self, data: str, is_strict: bool = False) -> None:
+        """`is_strict`: where `tier` is damaged there is no first offset, because readers would begin there."""
+        self._data, self._is_strict = data, is_strict
         self._declared: dict[str, tuple[Signature, Declaration]] = {}
         # directory → files, their signature, offsets
         self._bounds: dict[str, tuple[list[str], Signature, tuple[int, int]]] = {}
@@ -129,7 +130,7 @@ class Bounds:
         log = reader.partition(self._data, topic, partition)
         active = _active(directory)  # before the read, so that a write during the read counts as a change
         end = log.end_offset()
-        bounds = min(log.first_offset, end), end
+        bounds = min(log.first_offset if self._is_strict else log.known_first(), end), end
         if active is not None:
             self._bounds[directory] = *active, bounds
         else:

@@ -272,6 +272,14 @@ class LogReader:
             return int(self.by_seq)
         return segments.first_offset()
 
+    def known_first(self) -> int:
+        """Return `first_offset`; where the file `tier` is damaged, the first offset of this disk. Before it, reads fail."""
+        try:
+            return self.first_offset
+        except DamageError:
+            found = self.segments()
+            return found[0][0] if found else 0
+
     def last_cold(self) -> tuple[int, int] | None:
         """Return (recv_ts of the last record in a row, first local offset); None without a row that readers need."""
         segments = self._segments()

@@ -18,6 +18,8 @@ Invariant   Rows lie one after the other: a row begins where the last one ends, 
 Crash       Lines are appended and synced at once, or the file is replaced. A line without its end is not there yet.
 Readers     see rows only below the first local segment, and from `start` on. Rows that do not lead up to the first local
             segment without a hole are not seen at all.
+Damage      Nobody reads or begins before the first local segment, until the rows are laid out again. What lies on the disk
+            is read as ever.
 Memory      The parsed files that were asked for last, some hundred bytes a row.
 """
 

@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 import zlib
+from contextlib import suppress
 
 from kmq.errors import CorruptError
 from kmq.files import FULL, give_up
@@ -63,7 +64,8 @@ class TierCache:
                 shutil.rmtree(f"{directory}/{name}", ignore_errors=True)
                 inner.remove(name)
             if "log" in names:
-                self._sizes[directory] = sum(os.path.getsize(f"{directory}/{name}") for name in names)
+                with suppress(FileNotFoundError):  # it was damaged, and a reader has just removed it
+                    self._sizes[directory] = sum(os.path.getsize(f"{directory}/{name}") for name in names)
 
     def fetch(self, directory: str, life: int, row: TierRow) -> None:
         """Fetch the object of a row in; wait while readers have not read what they waited for.
@@ -159,14 +161,19 @@ class TierCache:
 
     def remove(self, path: str) -> None:
         """Remove the object in a directory; who has it open reads on."""
-        hidden = f"{self._root}/{_MAKING}{os.urandom(8).hex()}"
-        try:
-            os.rename(path, hidden)  # at once: a reader finds both files, or none
-        except FileNotFoundError:
-            pass
-        shutil.rmtree(hidden, ignore_errors=True)
+        remove_object(self._root, path)
         self._sizes.pop(path, None)
         self._fetched.pop(path, None)
+
+
+def remove_object(root: str, path: str) -> None:
+    """Remove the object in a directory of the cache at once: a reader finds both files, or none."""
+    hidden = f"{root}/{_MAKING}{os.urandom(8).hex()}"
+    try:
+        os.rename(path, hidden)
+    except FileNotFoundError:
+        pass
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _used_at(path: str) -> int:

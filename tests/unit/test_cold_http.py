@@ -44,6 +44,15 @@ def test_a_range_of_a_log_ends_with_an_object_and_goes_on_with_the_next(made, br
     assert found == b"".join(made.sent)
 
 
+@pytest.mark.parametrize("target", [f"offset?time={FIRST_TS + 8}", "offset?seq=8", "records?start=3&end=9"])
+def test_a_damaged_cached_object_is_fetched_once_more(made, broker, target):
+    good = get(broker, f"/v1/logs/t/0/{target}")
+    with open(f"{made.data}/tier/cache/t/1/0/0/log", "r+b") as file:
+        file.write(b"999")
+    status, _, body = get(broker, f"/v1/logs/t/0/{target}")
+    assert (status, body) == (good[0], good[2]) == (200, good[2])
+
+
 def test_offsets_are_those_of_the_whole_partition(made, broker):
     [row] = json.loads(get(broker, "/v1/logs?topic=t&stamps=1")[2])["logs"]
     assert (row["first_offset"], row["end_offset"]) == (0, 400)

@@ -2,20 +2,34 @@
 
 import asyncio
 import os
+import shutil
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from fake_logger import FakeLogger
 from log_server import up
 from made_up import FIRST_TS
 from tiered import TieredBroker, lines
 
+from kmq.broker.stats import Incidents, Strangers
+from kmq.config.settings import load
 from kmq.gateway.core import cold as cold_module
+from kmq.gateway.core import partitions as partitions_module
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Cursor, Fetching, Limit, Waking
+from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Partitions, Range
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offsets import OffsetStore
+from kmq.gateway.grpc.calls import Streams
+from kmq.gateway.grpc.podbus import PodBus
+from kmq.gateway.lines.door import Lines
+from kmq.gateway.lines.service import Service
 from kmq.log import reader, rows
 from kmq.log.bounds import Bounds, measure
 from kmq.log.damage import DamageError
@@ -23,6 +37,7 @@ from kmq.log.deleted_records import DeletedRecords
 from kmq.log.rows import NotHereError
 from kmq.log.segment import SEQ, Limits
 from kmq.tier import cache as cache_module
+from kmq.tier import store as store_module
 from kmq.tier.cache import TierCache
 from kmq.tier.objects import ObjectError, pack_file
 from kmq.tier.store import DirectoryStore, StoreError
@@ -223,6 +238,77 @@ def test_readers_of_the_disk_alone_see_no_row(cold):
     assert log.first_offset == first and log.read(0)[0] == first
 
 
+# --- a damaged file `tier` -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(cold):
+    """The first local offset of a partition whose file `tier` is damaged."""
+    path = Path(f"{cold.broker.directory()}/tier")
+    path.write_bytes(path.read_bytes().replace(b" add ", b" odd "))
+    return cold.broker.local()[0]
+
+
+def test_what_the_disk_has_is_read_as_ever_though_tier_is_damaged(cold, damaged):
+    partitions = Partitions(cold.data)
+    partition = partitions.open("t", 0)
+    assert partition.bounds() == partitions.bounds("t", 0) == Bounds(cold.data).of("t", 0) == (damaged, COUNT)
+    for offset in (damaged, damaged + 7, COUNT - 1):
+        assert partition.read(offset, 1) == (offset, cold.sent[offset])
+        assert partition.batch(offset, 1).offset == partition.locate(Position("offset", offset)) == offset
+        assert partition.nearest(offset) == partition.first_left(offset) == partition.first_after(offset) == offset
+    offset, found = damaged, b""
+    while offset < COUNT:
+        asked = partition.range(offset)
+        while span := partition.take(asked):
+            found += span.read()
+        offset = asked.next_offset
+        asked.close()
+    assert found == b"".join(cold.sent[damaged:])
+    assert partition.locate(Position("latest", 0)) == partition.nearest(COUNT + 9) == COUNT
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda partition: partition.read(3, 1),
+        lambda partition: partition.batch(3, 1),
+        lambda partition: partition.range(3),
+        lambda partition: partition.nearest(3),
+        lambda partition: partition.first_left(3),
+        lambda partition: partition.first_after(3),
+        lambda partition: partition.locate(Position("offset", 3)),
+        lambda partition: partition.locate(Position("earliest", 0)),
+        lambda partition: partition.locate(Position("received", FIRST_TS + 8)),
+    ],
+)
+def test_what_lies_before_the_disk_is_refused_while_tier_is_damaged(cold, damaged, ask):
+    with pytest.raises(DamageError):
+        ask(Partitions(cold.data).open("t", 0))
+
+
+def test_no_consumer_is_moved_past_what_a_damaged_tier_hides(cold, damaged):
+    async def scenario(fetching):
+        partition = fetching.partitions.open("t", 0)
+        for is_strict in (True, False):
+            cursor = Cursor(partition, 3, is_strict=is_strict)
+            with pytest.raises(RequestRefused) as refused:
+                await fetching.read([cursor], ALL, values)
+            assert (refused.value.code, cursor.offset, cursor.overtaken) == ("damaged", 3, range(0))
+        found = await fetching.fetch([Cursor(partition, damaged, is_strict=True)], ALL, values, asyncio.Event())
+        assert found[0] == (damaged, cold.sent[damaged][:-1])
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
+def test_lists_from_which_bulk_readers_begin_name_no_start_while_tier_is_damaged(cold, damaged):
+    with pytest.raises(DamageError):
+        Bounds(cold.data, is_strict=True).of("t", 0)
+    for _ in range(4):  # it is laid out again; what was appended to the damaged file goes with it
+        cold.broker.turn()
+    assert Bounds(cold.data, is_strict=True).of("t", 0) == Partitions(cold.data).bounds("t", 0) == (0, COUNT)
+
+
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
@@ -296,10 +382,76 @@ def test_a_cached_file_that_is_damaged_is_fetched_once_more_and_then_is_damage(c
             assert cold.get(partition.read, 0, 1)[1] == cold.sent[0]
 
 
+def harm(cold, text=b"999", at=0):
+    with open(f"{cold.data}/tier/cache/t/1/0/0/log", "r+b") as file:
+        file.seek(at)
+        file.write(text)
+
+
+def whole_range(partition):
+    """The bytes of the first object, as a consumer that catches up gets them."""
+    asked, found = partition.range(0), b""
+    try:
+        while span := partition.take(asked):
+            found += span.read()
+    finally:
+        asked.close()
+    return found
+
+
+WAYS = {
+    "read": lambda partition: partition.read(0, 1)[0],
+    "batch": lambda partition: partition.batch(0, 1).offset,
+    "range": whole_range,
+    "received": lambda partition: partition.locate(Position("received", FIRST_TS + 8)),
+    "seq": lambda partition: partition.locate(Position("seq", 8)),
+    "time": lambda partition: partition.first_shown(FIRST_TS // 1000).offset,
+    "back": lambda partition: partition.back(20, 1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_read_a_damaged_cached_object_has_it_fetched_once_more(cold, way):
+    partition, directory = Partitions(cold.data).open("t", 0), f"{cold.data}/tier/cache/t/1/0/0"
+    good = cold.get(WAYS[way], partition)
+    for name in ("log", "log.idx"):
+        Path(f"{directory}/{name}").write_bytes(b"9" * os.path.getsize(f"{directory}/{name}"))
+    assert cold.get(WAYS[way], partition) == good and cold.fetched == [0, 0]
+
+
+def test_damage_behind_a_good_span_of_a_range_is_fetched_once_more_too(cold):
+    partition = Partitions(cold.data).open("t", 0)
+    good = cold.get(whole_range, partition)
+    harm(cold, at=len(good) - 10)
+    with pytest.raises(FileNotFoundError):  # look again
+        whole_range(partition)
+    assert cold.get(whole_range, partition) == good
+
+
+def test_damage_of_an_object_that_was_damaged_long_ago_is_mended_again(cold, monkeypatch):
+    monkeypatch.setattr(partitions_module, "_DAMAGED_S", 0.0)
+    partition = Partitions(cold.data).open("t", 0)
+    cold.get(partition.read, 0, 1)
+    for _ in range(3):
+        harm(cold)
+        assert cold.get(partition.read, 0, 1)[1] == cold.sent[0]
+    assert cold.fetched == [0] * 4
+
+
+def test_a_damaged_object_is_gone_at_once_with_its_index(cold, monkeypatch):
+    partition = Partitions(cold.data).open("t", 0)
+    cold.get(partition.read, 0, 1)
+    harm(cold)
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors=False: None)  # a kill before anything is deleted
+    with pytest.raises(NotHereError):
+        partition.read(0, 1)
+    assert not os.path.exists(f"{cold.data}/tier/cache/t/1/0/0")
+
+
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-def run(data, scenario, url):
+def run(data, scenario, url, has_settings=False):
     with up(data, synced=COUNT) as found:
 
         async def whole():
@@ -307,7 +459,7 @@ def run(data, scenario, url):
             cold = ColdReads(data, waking.wake, url, 1 << 30)
             fetching = Fetching(data, found.page, partitions, waking, cold=cold)
             try:
-                await scenario(fetching)
+                await (scenario(found.settings, fetching) if has_settings else scenario(fetching))
             finally:
                 fetching.close()
                 cold.close()
@@ -449,3 +601,114 @@ def test_a_store_that_fails_at_first_is_asked_again(cold, monkeypatch):
         assert not failures
 
     run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
+def test_podbus_has_a_damaged_cached_object_fetched_once_more(cold):
+    async def scenario(fetching):
+        fetching._router.seq = COUNT
+        settings = load({"KMQ_DATA": cold.data, "KMQ_PODBUS_TOPIC": "t"}, "/nonexistent.toml")
+        heals = fetching.cold, fetching.partitions.removed_from_cache
+        bus = PodBus(settings, fetching.waking.watermark, FakeLogger(), Streams(9), None, *heals)
+        first = await bus.consume(SimpleNamespace(offset=1), None)
+        harm(cold)
+        assert await bus.consume(SimpleNamespace(offset=1), None) == first and fetching.cold.fetched == 2
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
+@pytest.mark.parametrize("at", [0, 5000], ids=["at its start", "behind good records"])
+def test_a_consumer_of_lines_that_catches_up_has_a_damaged_cached_object_fetched_once_more(cold, at):
+    cold.get(cold.log().read, 0, 1)
+    harm(cold, at=at)
+
+    async def scenario(settings, fetching):
+        strangers = Strangers(fetching._router, Incidents(lambda *_, **__: None))
+        service = Service(
+            settings, fetching.waking, None, strangers, Requests(), fetching.partitions, cold=fetching.cold
+        )
+        store = OffsetStore(settings, fetching.waking.watermark, FakeLogger())
+        groups = Groups(settings, store, service.partitions, FakeLogger())
+        lines = Lines(service, groups)
+        server = await asyncio.get_running_loop().create_server(lines, "127.0.0.1", 0)
+        got, sender = await asyncio.open_connection(*server.sockets[0].getsockname())
+        try:
+            async with asyncio.timeout(60):
+                sender.write(b"CONSUME t/0 from=0 raw\n")
+                assert await got.readexactly(sum(map(len, cold.sent))) == b"".join(cold.sent)
+        finally:
+            sender.close()
+            lines.stop()
+            await lines.drain()
+            server.close()
+            service.close()
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}", has_settings=True)
+
+
+# --- room ------------------------------------------------------------------------------------------------------------
+
+
+async def until(holds, what):
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.01)
+
+
+def test_what_lies_in_the_cache_at_a_start_gives_way_before_anything_is_read(cold, monkeypatch):
+    monkeypatch.setattr(cold_module, "_TICK_S", 0.01)
+    fetch(cold, 0)
+    lacks_room = False
+
+    async def scenario():
+        nonlocal lacks_room
+        again = ColdReads(
+            cold.data, lambda _: None, f"file://{cold.broker.store.root}", 1 << 30, None, lambda: lacks_room
+        )
+        again.start()
+        await until(lambda: again.nbytes == cold.cache.nbytes, "the objects from before are counted")
+        lacks_room = True
+        await until(lambda: not os.path.exists(f"{cold.data}/tier/cache/t/1/0/0"), "they give way")
+        again.close()
+
+    asyncio.run(scenario())
+
+
+def test_without_a_store_or_a_cache_a_start_does_nothing(cold):
+    async def scenario():
+        before = threading.active_count()
+        for url in ("", f"file://{cold.broker.store.root}"):
+            made = ColdReads(cold.data, lambda _: None, url, 1 << 30)
+            made.start()
+            assert made._ticking is None and threading.active_count() == before
+            made.close()
+            if not url:
+                shutil.rmtree(f"{cold.data}/tier/cache")
+
+    fetch(cold, 0)
+    asyncio.run(scenario())
+
+
+def test_an_object_that_takes_longer_than_a_tick_gives_way_too(cold, monkeypatch):
+    monkeypatch.setattr(cold_module, "_TICK_S", 0.01)
+    gate, ticks, tick, opened = threading.Event(), [], ColdReads._tick, store_module.open_store
+
+    def slow(url):
+        assert gate.wait(30)
+        return opened(url)
+
+    monkeypatch.setattr(store_module, "open_store", slow)
+    monkeypatch.setattr(ColdReads, "_tick", lambda self: (ticks.append(1), tick(self)))
+    row = rows.of(cold.broker.directory()).rows[0]
+
+    async def scenario():
+        made = ColdReads(cold.data, lambda _: None, f"file://{cold.broker.store.root}", 1 << 30, None, lambda: True)
+        wanted = made.want(NotHereError(cold.broker.directory(), 1, row))
+        await until(lambda: ticks, "a tick comes before the store is open")
+        gate.set()
+        await wanted.event.wait()
+        assert cold.log().read(0, 1)[0] == 0
+        await until(lambda: not os.path.exists(f"{cold.data}/tier/cache/t/1/0/0"), "it gives way once it was read")
+        made.close()
+
+    asyncio.run(scenario())

@@ -834,3 +834,23 @@ def test_times_and_ends_are_those_of_the_whole_partition(tmp_path):
 
         assert (at(-2), at(-1)) == (0, 400)
         assert at(FIRST_TS // 1000) == 0
+
+
+def test_a_damaged_tier_hides_only_what_lies_before_the_disk_and_is_never_out_of_range(tmp_path):
+    made = cold_broker(tmp_path)
+    path, local = Path(f"{made.directory()}/tier"), made.local()[0]
+    path.write_bytes(path.read_bytes().replace(b" add ", b" odd "))
+    with opened(made.data, KMQ_TIER=f"file://{made.store.root}") as (_, peer):
+
+        def at(timestamp):
+            asked = [{"partition_index": 0, "timestamp": timestamp, "current_leader_epoch": -1}]
+            topics = [{"name": "t", "partitions": asked}]
+            [topic] = peer.ask(Key.LIST_OFFSETS, 5, replica_id=-1, isolation_level=0, topics=topics).topics
+            return topic.partitions[0].error_code, topic.partitions[0].offset
+
+        for offset in (local, 399):
+            row = peer.fetch("t", 0, offset)
+            assert (row.error_code, row.high_watermark) == (0, 400) and values(row)[0][0] == offset
+        assert at(-1) == (0, 400) and at(-2) == (ErrorCode.kafka_storage_error, -1)
+        assert peer.fetch("t", 0, local - 1).error_code == ErrorCode.kafka_storage_error
+        assert peer.fetch("t", 0, 401).error_code == ErrorCode.offset_out_of_range

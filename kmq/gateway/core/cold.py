@@ -9,7 +9,8 @@ Invariant   A reader that waits is told of no end that is not one, and never tha
 Store away  The request is repeated while somebody waits; `failure` says why it takes so long.
 Damage      An object that is missing, or not what its row says, is damage of its records: `damage`, for each reader once.
 Ahead       Who has read one object gets the next one before it asks.
-Cost        Two threads, from the first cold read on.
+Room        What was fetched in gives way while the disk lacks room, also what lies there when the gateway starts.
+Cost        Two threads, from the first cold read on. At a start one look at the cache, where there is one.
 """
 
 import asyncio
@@ -94,6 +95,12 @@ class ColdReads:
         """Return how many objects are waited for."""
         return len(self._objects)
 
+    def start(self) -> None:
+        """Count in a thread what lies in the cache from before, so that it can give way."""
+        if self._url and os.path.isdir(f"{self._data}/{rows.CACHE}"):
+            loop = asyncio.get_running_loop()
+            threading.Thread(target=self._count, args=(loop,), name="cold", daemon=True).start()
+
     def want(self, err: NotHereError, is_ahead: bool = False) -> ColdObject:
         """Have a row fetched in, and return it at once."""
         found = ColdObject(err)
@@ -104,8 +111,7 @@ class ColdReads:
         self.waits += not is_ahead
         self._objects[found.path] = found
         self._fetch(found)
-        if self._ticking is None:
-            self._ticking = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        self._arm()
         return found
 
     async def wait(self, err: NotHereError, seconds: float = WAIT_S) -> None:
@@ -153,15 +159,23 @@ class ColdReads:
                 loop.call_soon_threadsafe(self._done, found, error)
 
     def _work(self, err: NotHereError) -> None:
+        if not self._url:
+            raise ConfigError("KMQ_TIER is not set, so nothing can be fetched from there")
+        self._open().fetch(err.directory, err.life, err.row)
+
+    def _open(self) -> "TierCache":
         from kmq.tier.cache import TierCache
         from kmq.tier.store import open_store
 
-        if not self._url:
-            raise ConfigError("KMQ_TIER is not set, so nothing can be fetched from there")
         with self._opening:
             if self._cache is None:
                 self._cache = TierCache(self._data, open_store(self._url), self._most)
-        self._cache.fetch(err.directory, err.life, err.row)
+            return self._cache
+
+    def _count(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(KmqError, OSError, RuntimeError):  # the first cold read says what is wrong; the loop has ended
+            self._open()
+            loop.call_soon_threadsafe(self._arm)
 
     def _done(self, found: ColdObject, err: Exception | None) -> None:
         from kmq.tier.objects import ObjectError
@@ -204,12 +218,20 @@ class ColdReads:
 
     # --- ahead, and room ---------------------------------------------------------------------------------------------
 
+    def _arm(self) -> None:
+        if self._ticking is None:
+            self._ticking = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
     def _tick(self) -> None:
-        """Fetch ahead of who has read an object. Give room back while the disk lacks it."""
+        """Look after the cache, again and again while there is something in it or on its way."""
         self._ticking = None
-        cache = self._cache
-        if cache is None:
-            return
+        if self._cache is not None:
+            self._look_after(self._cache)
+        if self._objects or self._ahead or self.nbytes:
+            self._arm()
+
+    def _look_after(self, cache: "TierCache") -> None:
+        """Fetch ahead of who has read an object. Give room back while the disk lacks it."""
         if self._lacks_room():
             cache.give_way()
         for path, (found, since) in [*self._ahead.items()]:
@@ -219,8 +241,6 @@ class ColdReads:
                     self._want_next(found.err)
             elif time.monotonic() - since > _WANTED_S:
                 del self._ahead[path]
-        if self._objects or self._ahead or cache.nbytes:
-            self._ticking = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     def _want_next(self, err: NotHereError) -> None:
         try:

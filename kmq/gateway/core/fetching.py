@@ -506,6 +506,7 @@ class Fetching:
         if start > cursor.offset and cursor.partition.passed(cursor.offset) == start:
             cursor.offset = start  # it lay in a gap, where no record was deleted
             return
+        cursor.partition.begin(cursor.offset)
         place = f"{cursor.partition.topic}/{cursor.partition.number}"
         if self._router.state_name != "ready" and cursor.offset > cursor.end:
             raise RequestRefused("not_ready", f"{place}: the router is down or recovers, so the end is unknown")

@@ -23,12 +23,11 @@ Not covered Access rights, and offsets of groups. A disk that returns other byte
 """
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kmq.files import is_settled
 from kmq.gateway.core.broker import RequestRefused, check_data
@@ -251,8 +250,10 @@ def _stop(segment: SegmentReader, offset: int, known: LineStart, end: int, limit
 
 END = (1 << 63) - 1  # beyond any offset
 _MOST_TIMES = 10_000  # partitions whose shown times are kept
+_DAMAGED_S = 600.0  # an object of the cache that is damaged again so soon is not fetched in again
 MAX_BATCH = PIECE_BYTES  # bytes: so a batch is always one span
 Signature = tuple[int, ...]
+T = TypeVar("T")
 
 
 IN_MEMORY = 1 << 16  # bytes of a batch that is cheaper to hold than an open file
@@ -393,7 +394,16 @@ class Partition:
             empty = self._owner.empty_at(self)
             return empty, self._owner.reach(self, empty)
         end = self._log.end_offset()
-        return min(self._log.first_offset, end), self._owner.reach(self, end)
+        return min(self._log.known_first(), end), self._owner.reach(self, end)
+
+    def begin(self, offset: int = 0) -> int:
+        """Return the start for a reader of `offset`. Raises DamageError if `tier` does not say what lies before it."""
+        return self._known(self.start(), offset)
+
+    def _known(self, start: int, offset: int) -> int:
+        if offset < start:
+            self._log.listed(offset)
+        return start
 
     def gaps(self) -> Gaps:
         """Return the gaps of the partition (kmq/log/gaps.py)."""
@@ -401,36 +411,37 @@ class Partition:
 
     def first_after(self, offset: int) -> int:
         """Return the first offset of the partition, or after a gap in which `offset` lies."""
-        return max(self.start(), self.passed(offset))
+        return max(self.begin(offset), self.passed(offset))
 
     def passed(self, offset: int) -> int:
         """Return the offset at which a reader at `offset` resumes: the end of the gap that it lies in, else itself."""
         return gaps.passed(self._log.gaps(), offset)
 
     def nearest(self, offset: int) -> int:
-        """Return this offset, or the first or the end offset if it lies outside."""
+        """Return this offset, or the first or the end offset if it lies outside. Raises DamageError as `begin` does."""
         end = self.end()
-        start = min(self._log.first_offset, end) if self._log.segments() else end
-        return min(max(start, offset), end)
+        start = min(self._log.known_first(), end) if self._log.segments() else end
+        return min(max(self._known(start, offset), offset), end)
 
     def first_left(self, offset: int) -> int:
-        """Return this offset, or the first of the partition if that is higher. Reads no record."""
-        return max(offset, self._log.first_offset if self._log.segments() else self._owner.empty_at(self))
+        """Return this offset, or the first of the partition if that is higher. Reads no record. Raises as `begin` does."""
+        first = self._log.known_first() if self._log.segments() else self._owner.empty_at(self)
+        return max(offset, self._known(first, offset))
 
     def locate(self, position: Position) -> int:
         """Return the present offset of a position. Raises RequestRefused for an offset beyond the end."""
         if position.kind == "earliest":
-            return self.start()
+            return self.begin()
         if position.kind == "latest":
             return self.end()
         if position.kind == "time":
             shown = self.first_shown(-(-position.value // 1000))
             return self.end() if shown is None else shown.offset
         if position.kind == "received":
-            return self._log.offset_of_time(position.value)
+            return self._owner.look(self._log.offset_of_time, position.value)
         if position.kind == "seq":  # of the WAL: the first record with this seq or a later one
-            return self._log.offset_of_seq(position.value)
-        start, end = self.start(), self.end()
+            return self._owner.look(self._log.offset_of_seq, position.value)
+        start, end = self.begin(position.value), self.end()
         if position.value > end:
             self._owner.check_ends()
             text = f"{self.topic}/{self.number}: offset {position.value} is beyond first={start} end={end}"
@@ -445,7 +456,7 @@ class Partition:
         cold = self._log.last_cold()
         if not self._owner.shows_receipt(self.topic) and (cold is None or cold[0] < target * 1000):
             return self._owner.times_of(self).first(self.start() if cold is None else cold[1], self.read, target)
-        found = self._log.find(target * 1000, RECV_TS)
+        found = self._owner.look(self._log.find, target * 1000, RECV_TS)
         return None if found is None else DatedRecord(record.stamp(found.line)[1] // 1000, found.offset)
 
     def highest_shown(self) -> DatedRecord | None:
@@ -464,9 +475,16 @@ class Partition:
     def range(self, start: int, end: int = END) -> Range:
         """Return the records start…end-1, as far as they exist. Raises DamageError."""
         self.check()
-        while True:
-            with suppress(FileNotFoundError):  # retention or compaction removed a segment meanwhile: look again
-                return Range(self._log, start, end)
+        return self._owner.look(Range, self._log, start, end)
+
+    def take(self, asked: Range) -> Span | None:
+        """Return the next span of a range. Raises DamageError; FileNotFoundError if a new range has to be asked for."""
+        try:
+            return asked.take()
+        except DamageError as err:
+            if self._owner.removed_from_cache(err):
+                raise FileNotFoundError(f"{err.path}: has to be fetched in again") from err
+            raise
 
     def batch(self, offset: int, max_bytes: int, most: int = END) -> Batch | None:
         """Return the next records from `offset` on: at most `max_bytes`, or one longer line. None: there are none.
@@ -476,29 +494,19 @@ class Partition:
         """
         self.check()
         while True:
-            with suppress(FileNotFoundError):  # retention or compaction removed a segment meanwhile: look again
-                try:
-                    batch = _read_batch(self._log, offset, min(END, offset + most), min(max_bytes, MAX_BATCH))
-                except DamageError as err:
-                    if self._owner.removed_from_cache(err):
-                        continue
-                    raise
-                if batch is not None:
-                    self._owner.reach(self, batch.offset + batch.lines)
-                    return batch
-                if most == END or (first := self.first_after(offset)) <= offset:
-                    return None
-                offset = first  # more than `most` offsets are gone, or in a gap
+            end = min(END, offset + most)
+            batch = self._owner.look(_read_batch, self._log, offset, end, min(max_bytes, MAX_BATCH))
+            if batch is not None:
+                self._owner.reach(self, batch.offset + batch.lines)
+                return batch
+            if most == END or (first := self.first_after(offset)) <= offset:
+                return None
+            offset = first  # more than `most` offsets are gone, or in a gap
 
     def read(self, offset: int, max_bytes: int) -> tuple[int, bytes]:
         """Return (offset of the first line, whole checked lines): as `batch` does, in memory."""
         self.check()
-        try:
-            first, lines = self._log.read(offset, max_bytes)
-        except DamageError as err:
-            if not self._owner.removed_from_cache(err):
-                raise
-            first, lines = self._log.read(offset, max_bytes)
+        first, lines = self._owner.look(self._log.read, offset, max_bytes)
         self._owner.reach(self, first + record.count_lines(lines))
         return first, lines
 
@@ -511,7 +519,7 @@ class Partition:
 
     def back(self, end: int, nbytes: int) -> int:
         """Return the offset where the last `nbytes` before `end` begin: at least a record, at most all its segment."""
-        return min(end - 1, self._log.back(end, nbytes))
+        return min(end - 1, self._owner.look(self._log.back, end, nbytes))
 
     def received_at(self, offset: int) -> float | None:
         """Return when the record at `offset`, or the next one that is left, was received, in unix seconds."""
@@ -529,7 +537,8 @@ class Partitions:
         self._bounds = Bounds(data)
         self.gaps = self._bounds.gaps  # (topic, number) → the gaps of a partition, cached as `bounds` are
         self._reached: dict[tuple[str, int], int] = {}
-        self._removed: set[str] = set()  # directories of the cache that were damaged once
+        self._removed: dict[str, float] = {}  # directories of the cache that were damaged, and when (monotonic)
+        self._removing = threading.Lock()
         # by partition, with its topic's from_seq; most recently used last
         self._times: dict[tuple[str, int], tuple[int | None, ShownTimes]] = {}
         self._times_lock = threading.Lock()
@@ -546,13 +555,41 @@ class Partitions:
                 del self._times[next(iter(self._times))]
             return times
 
+    def look(self, work: Callable[..., T], *arguments: object) -> T:
+        """Return what work that reads files returns.
+
+        It runs again if retention or compaction removed a segment meanwhile, or if an object of the cache was damaged.
+        """
+        while True:
+            with suppress(FileNotFoundError):
+                try:
+                    return work(*arguments)
+                except DamageError as err:
+                    if not self.removed_from_cache(err):
+                        raise
+
     def removed_from_cache(self, damage: DamageError) -> bool:
-        """Remove a damaged file of the cache, to be fetched in once more. Return False if it is not one, or was before."""
-        directory = os.path.dirname(damage.path)
-        if not directory.startswith(f"{self.data}/{CACHE}/") or directory in self._removed:
+        """Remove a damaged object of the cache, to be fetched in once more. Return False if it is not one.
+
+        Also if it was damaged a moment ago: a disk that harms each copy is damage, and costs a fetch in ten minutes.
+        """
+        directory, root = os.path.dirname(damage.path), f"{os.path.abspath(self.data)}/{CACHE}"
+        if not directory.startswith(f"{root}/"):
             return False
-        self._removed.add(directory)
-        shutil.rmtree(directory, ignore_errors=True)
+        from kmq.tier.cache import remove_object
+
+        with self._removing:
+            now = time.monotonic()
+            if not os.path.exists(directory):
+                return True  # another reader of it has removed it
+            self._removed = {path: at for path, at in self._removed.items() if now - at < _DAMAGED_S}
+            if directory in self._removed:
+                return False
+            self._removed[directory] = now
+            try:
+                remove_object(root, directory)
+            except OSError:  # another user's
+                return False
         return True
 
     def reach(self, partition: Partition, end: int) -> int:

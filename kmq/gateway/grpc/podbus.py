@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 from kmq.client.producer_aio import AsyncProducer
@@ -51,8 +51,10 @@ class PodBus:
         streams: Streams,
         answers: Budget | None = None,
         cold: ColdReads | None = None,
+        removed: Callable[[DamageError], bool] = lambda err: False,
     ) -> None:
-        self._cold = cold or ColdReads(settings.data, lambda directory: None)
+        """`removed`: see Partitions.removed_from_cache."""
+        self._removed, self._cold = removed, cold or ColdReads(settings.data, lambda directory: None)
         self.settings, self.watermark, self.log = settings, watermark, log
         self._longest = longest_message(settings)
         self._answers = answers or Budget(ANSWER_BYTES)
@@ -204,6 +206,8 @@ class PodBus:
                 await asyncio.to_thread(feed.fill, routed)
                 break
             except DamageError as err:
+                if await asyncio.to_thread(self._removed, err):
+                    continue
                 raise RequestRefused("damaged", f"{err}; found while reading from seq {feed.next_seq}") from err
             except NotHereError as err:
                 await self._cold.wait(err)

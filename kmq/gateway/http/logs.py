@@ -35,7 +35,7 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from os.path import isdir
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ from aiohttp import web
 from kmq.broker.door import advertised
 from kmq.gateway.core.broker import Broker, RequestRefused, check_data
 from kmq.gateway.core.cold import ColdReads
-from kmq.gateway.core.partitions import END, Range, Span
+from kmq.gateway.core.partitions import END, Partitions, Range, Span
 from kmq.gateway.http.request import answering
 from kmq.log import gaps, identity, reader, topics
 from kmq.log.bounds import Bounds
@@ -69,12 +69,12 @@ T = TypeVar("T")
 class LogCalls:
     """The handlers. They only read."""
 
-    def __init__(self, broker: Broker, cold: ColdReads) -> None:
-        self._cold = cold
+    def __init__(self, broker: Broker, cold: ColdReads, partitions: Partitions) -> None:
+        self._cold, self._look = cold, partitions.look
         self._settings, self._data = broker.settings, broker.settings.data
         self._durability, self._router = broker.page.rows["durability"], broker.page.rows["router"]
         self._durable = 0  # the highest durable seq seen
-        self._bounds = Bounds(self._data)
+        self._bounds = Bounds(self._data, is_strict=True)
         self._threads = ThreadPoolExecutor(_THREADS, "logs")
         self._sending: set[asyncio.Task[None] | None] = set()
 
@@ -175,7 +175,8 @@ class LogCalls:
         if found := gaps.of_wal(self._data) if topic == WAL else self._bounds.gaps(topic, partition):
             row["gaps"] = found
         if micros is not None:
-            row["offset"] = min(self._log(topic, partition).offset_of_time(micros), self._readable_end(topic))
+            found_at = self._look(self._log(topic, partition).offset_of_time, micros)
+            row["offset"] = min(found_at, self._readable_end(topic))
         if has_stamp and first < end:
             is_wal = topic == WAL
             last = self._log(topic, 0).stamp_of(end - 1) if is_wal else self._bounds.stamp(topic, partition, end)
@@ -232,7 +233,8 @@ class LogCalls:
         def find() -> int:
             topic, log = self._named_log(request)
             end = self._readable_end(topic)
-            return min(log.offset_of_time(target) if given == ["time"] else log.offset_of_seq(target), end)
+            found = self._look(log.offset_of_time if given == ["time"] else log.offset_of_seq, target)
+            return min(found, end)
 
         return web.json_response({"offset": await self._run(find)})
 
@@ -255,14 +257,11 @@ class LogCalls:
         max_bytes = _number("max_bytes", request.query.get("max_bytes", "0"))
 
         def begin() -> tuple[Range, Span | None]:
-            log, start, end = self._range(request)
-            while True:
-                with suppress(FileNotFoundError):  # retention or compaction removed a segment meanwhile: look again
-                    opened = Range(log, start, end, max_bytes)
-                    return opened, opened.take()
+            opened = Range(*self._range(request), max_bytes)
+            return opened, opened.take()
 
         with self._stream():
-            asked, span = await self._run(begin)  # an error in the first span still gets its own status
+            asked, span = await self._run(self._look, begin)  # an error in the first span still gets its own status
             try:
                 return await self._send(request, asked, span)
             finally:

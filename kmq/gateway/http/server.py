@@ -288,7 +288,7 @@ def application(
     add_page(app)
     Api(core, groups, overview or ConsoleOverview(core, groups)).add_to(app, requests)
     openapi.add_to(app)
-    logs.LogCalls(broker, core.cold).add_to(app)
+    logs.LogCalls(broker, core.cold, core.partitions).add_to(app)
     return app
 
 

@@ -466,6 +466,7 @@ class FetchHandler:
             raise KafkaRefused(ErrorCode.unknown_topic_id, f"topic {place.topic} was made again, and has another id")
         row = _Row(view=view)
         if not view.first <= view.resumed(offset) <= view.end:
+            view.partition.begin(offset)
             row.code = wire.code_of(self._out_of_range(offset, view.end))
         return row
 
@@ -591,6 +592,8 @@ class FetchHandler:
     def _offset_at(self, place: TopicPartition, timestamp: int) -> tuple[int, int]:
         """Return (timestamp, offset) of the first record with this time or a later one; -1 if there is none."""
         first, end = self._partitions.bounds(*place)
+        if timestamp == _EARLIEST and first:
+            first = self._partitions.open(*place).begin()
         if timestamp in (_EARLIEST, _LATEST):
             return UNKNOWN, first if timestamp == _EARLIEST else end
         if timestamp < 0 and timestamp != _HIGHEST:
