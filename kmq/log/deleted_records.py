@@ -138,7 +138,7 @@ class DeletedRecords:
             self._gone = routing.table((), self._lives)
 
     def _beginning(self, directory: str) -> _Beginning | None:
-        """Return how a partition begins; None if it is not there."""
+        """Return how a partition begins; None if it is not there, or not known because its file `tier` is damaged."""
         while True:
             try:
                 known = self._beginnings.get(directory)
@@ -158,6 +158,8 @@ class DeletedRecords:
                 if not segment.listing(directory):
                     return None
                 continue  # the segment was deleted meanwhile
+            except DamageError:
+                return None
             found = first, record.stamp(head)[0], not head
             if cold:
                 found = rows.of(directory).begin(first), cold[0].seqs[0], False

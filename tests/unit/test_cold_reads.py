@@ -223,6 +223,13 @@ def test_sizes_and_bounds_count_what_lies_in_the_store(cold):
     assert bounds.of("t", 0) == (9, COUNT)
 
 
+def test_an_id_stays_known_and_the_framer_goes_on_where_the_rows_are_damaged(cold):
+    with open(rows.path_of(cold.directory()), "r+b") as file:
+        file.write(b"x")
+    known = DeletedRecords(cold.data, lambda: COUNT)
+    assert not known.has("t", b"t", 1)
+
+
 def test_an_id_whose_record_lies_in_the_store_stays_known(cold):
     known = DeletedRecords(cold.data, lambda: COUNT)
     assert not [seq for seq in range(1, COUNT + 1) if known.has("t", b"t", seq)]
