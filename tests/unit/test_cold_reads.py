@@ -224,7 +224,7 @@ def test_sizes_and_bounds_count_what_lies_in_the_store(cold):
 
 
 def test_an_id_stays_known_and_the_framer_goes_on_where_the_rows_are_damaged(cold):
-    with open(rows.path_of(cold.directory()), "r+b") as file:
+    with open(rows.path_of(cold.broker.directory()), "r+b") as file:
         file.write(b"x")
     known = DeletedRecords(cold.data, lambda: COUNT)
     assert not known.has("t", b"t", 1)
