@@ -16,7 +16,7 @@ from test_shard import BROKERS
 from test_shard_status import Brokers
 from waiting import until
 
-from kmq.log import checkpoint, committed, dropped, wal
+from kmq.log import checkpoint, committed, dropped, index, wal
 
 ALONE = {"KMQ_SHARD": ""}
 SMALL = {"KMQ_SEGMENT_BYTES": "64KiB"}
@@ -141,6 +141,7 @@ def test_the_brokers_of_a_shard_are_compared_while_they_run(copies):
     entered = copies.events("b", "leader_followed")
     [first, *_] = sorted((copies.data("c") / "topics" / "t" / "0").glob("*.log"))
     text = first.read_bytes()
+    until(lambda: index.is_whole(str(first)), "checksums of all records")
     first.write_bytes(text.replace(b"x199", b"y199", 1))
     damaged = copies.command("verify")
     assert damaged.returncode == 65 and re.search(r"kmq: c: t/0 .* is damaged there; run kmq verify", damaged.stderr)

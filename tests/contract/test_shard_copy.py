@@ -29,8 +29,13 @@ class Copied(Brokers):
 
     def up(self, **more):
         for name in BROKERS:
-            started = self.kmq(name, "up", "--no-gateway", **more)
-            assert started.returncode == 0, started.stderr
+            until(lambda name=name: self.is_up(name, **more), f"{name} is up")
+
+    def is_up(self, name, **more):
+        """Start it. Some seconds after a kill another data directory is refused in its place (75)."""
+        started = self.kmq(name, "up", "--no-gateway", **more)
+        assert started.returncode in (0, 75), started.stderr
+        return started.returncode == 0
 
     def produce(self, name, text, **more):
         """Send lines; the leader may be changing."""

@@ -24,7 +24,7 @@ MARKED = {
     "docs/kubernetes-volume.md": {"needs a cluster": 2, "tests/unit/test_kubernetes_page.py renders it": 1},
     "docs/replicated-cluster-kubernetes.md": {"needs a cluster": 1},
     "docs/tier.md": {
-        "a broker of its own": 1,
+        "a broker of its own": 2,
         "needs a bucket": 1,
         "needs a broker with a copy": 1,
         "needs a broker with a copy that is gone": 1,

@@ -316,6 +316,7 @@ def property_test(spark, examples, schema, rest, payloads):
     assert sure > 0.1 * total, "or nothing was tested"
 
 
+@pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # PySpark's threads do, meanwhile
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("examples", [4, pytest.param(100, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("schema", "rest"), [(SCHEMA, False), (SCHEMA, True), (DECIMALS, True)])
