@@ -194,10 +194,21 @@ class Broker:
                     found.append(process)
         return found
 
-    def close(self) -> None:
+    def kill_all(self) -> None:
+        """SIGKILL whatever runs in this instance, until nothing is left."""
         while left := self.processes():  # again: a supervisor may have started a stage just now
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
+
+    def lose_disk(self) -> None:
+        """What a machine leaves that burns down: every process killed, directories and memory gone."""
+        self.kill_all()
+        shutil.rmtree(self.data)
+        shutil.rmtree(self.pipes)
+        remove_shared_memory(self.instance)
+
+    def close(self) -> None:
+        self.kill_all()
         remove_shared_memory(self.instance)
         shutil.rmtree(self.root)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room
-from tier_world import Killed, Violated, WorldStore
+from tier_world import Violated, WorldStore, turn
 
 from kmq.errors import KmqError
 from kmq.links import role
@@ -132,16 +132,7 @@ class ShardWorld:
     def _turn(self, replica: WorldReplica) -> None:
         if not replica.processes:
             replica.start(self.store)
-        process = self.rnd.choice(replica.processes)
-        self.store.is_calm = False
-        try:
-            process.turn()
-        except Killed:
-            replica.processes.remove(process)
-        except KmqError:
-            pass
-        finally:
-            self.store.is_calm = True
+        turn(self.store, self.rnd.choice(replica.processes), replica.processes)
 
     # --- the promises ------------------------------------------------------------------------------------------------
 

@@ -64,6 +64,19 @@ FATES = ("", "lost", "done", "late", "altered", "killed", "killed after")
 WEIGHTS = (60, 6, 8, 10, 6, 5, 5)
 
 
+def turn(store: Any, process: Copier, processes: list[Copier]) -> None:
+    """One turn of a process, in which requests may go wrong. Who is killed is no longer among the others."""
+    store.is_calm = False
+    try:
+        process.turn()
+    except Killed:
+        processes.remove(process)
+    except KmqError:
+        pass
+    finally:
+        store.is_calm = True
+
+
 class World:
     def __init__(self, path: Path, rnd: random.Random, store: Any = None) -> None:
         """`store`: as WorldStore, a Store with `is_calm` and `deliver`."""
@@ -128,7 +141,7 @@ class World:
         elif what < 0.57 and self.snapshot:
             self._put_back()
         else:
-            self._turn(self.rnd.choice(self.processes))
+            turn(self.store, self.rnd.choice(self.processes), self.processes)
         self.check()
 
     def _put_back(self) -> None:
@@ -139,17 +152,6 @@ class World:
         if self.rnd.random() < 0.7:
             self._append(self.directories[at])
         self._process(self.directories[at])
-
-    def _turn(self, process: Copier) -> None:
-        self.store.is_calm = False
-        try:
-            process.turn()
-        except Killed:
-            self.processes.remove(process)
-        except KmqError:
-            pass
-        finally:
-            self.store.is_calm = True
 
     # --- the promises ------------------------------------------------------------------------------------------------
 

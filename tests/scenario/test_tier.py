@@ -9,9 +9,8 @@ import signal
 import tarfile
 from pathlib import Path
 
-import psutil
 import pytest
-from brokers import Broker, remove_shared_memory
+from brokers import Broker
 from waiting import until
 
 from kmq.log import reader, wal
@@ -136,17 +135,6 @@ def test_a_bundle_has_the_status_of_the_copy_and_no_credentials(broker, tmp_path
 # --- the way back ----------------------------------------------------------------------------------------------------
 
 
-def lose_the_disk(broker):
-    """What a machine leaves that burns down: every process killed, the directories gone."""
-    while left := broker.processes():
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-    shutil.rmtree(broker.data)
-    shutil.rmtree(broker.pipes)
-    remove_shared_memory(broker.instance)
-
-
 def queue_of(broker, topic="orders"):
     data = str(broker.data)
     log = reader.partition(data, topic, 0)
@@ -159,7 +147,7 @@ def test_a_broker_whose_disk_is_lost_comes_back_with_all_that_was_copied(broker,
     assert broker.kmq("produce", "--raw", "--producer", "p", text=sent).returncode == 0, broker.log()
     until(lambda: is_whole(broker, tmp_path / "store"), "the copy is whole", broker.log)
     before = queue_of(broker)
-    lose_the_disk(broker)
+    broker.lose_disk()
     refused = broker.kmq("up", "--no-gateway")
     assert refused.returncode == 65 and "kmq restore --yes" in refused.stderr and not (broker.data / "id").exists()
     asked = broker.kmq("restore")

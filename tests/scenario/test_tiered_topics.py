@@ -8,9 +8,8 @@ import re
 import shutil
 import signal
 
-import psutil
 import pytest
-from brokers import Broker, remove_shared_memory
+from brokers import Broker
 from grpc_client import Client as GrpcClient
 from kafka_peer import Peer
 from waiting import until
@@ -194,13 +193,7 @@ def test_after_the_loss_of_the_disk_history_is_read_from_the_store(broker):
     assert broker.kmq("produce", "lost", text="".join(f"{word}\n" for word in words)).returncode == 0
     until(lambda: segment.listing(directory(broker, "lost"))[0][0] > 0, "old segments leave the disk", broker.log)
     until(lambda: json.loads(broker.kmq("tier", "status", "--json").stdout)["age"] == 0, "the copy is not behind")
-    while left := broker.processes():
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-    shutil.rmtree(broker.data)
-    shutil.rmtree(broker.pipes)
-    remove_shared_memory(broker.instance)
+    broker.lose_disk()
     done = broker.kmq("restore", "--yes")
     assert done.returncode == 0, done.stderr
     broker.up()

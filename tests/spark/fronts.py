@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 from brokers import Broker
 from pyspark.sql.types import StringType, StructField, StructType
 
@@ -96,10 +95,7 @@ class Fleet:
 
     def kill(self, number: int) -> None:
         self.fronts[number].broker = None
-        while left := self.brokers[number].processes():  # as a pod goes: all of it
-            for process in left:
-                with suppress(psutil.Error):
-                    process.kill()
+        self.brokers[number].kill_all()  # as a pod goes: all of it
         for path in Path("/dev/shm").glob(f"{self.brokers[number].instance}.*"):
             path.unlink()  # else a broker that was alive a moment ago would wait for its own volume
         self.fronts[number].cut()
