@@ -3,21 +3,32 @@
 broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on", local_retention_bytes=8192))
 broker.send(*lines)
 broker.turn()              kmq.tier copies, the router installs and deletes
+
+shard = [TieredReplica(tmp_path, name, limits) for name in "abc"]     replicas of one shard; the test sends each its lines
+shard[0].lead(1)
 """
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room, stored
 from tier_stores import LyingStore
 
+from kmq.links import role
+from kmq.links.role import FOLLOWING, STARTING, RolePage
 from kmq.log import gaps, identity, reader, rows, segment, topics, wal
 from kmq.log.gaps import Fork
+from kmq.log.rows import NotHereError
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.router.queues import Queues
+from kmq.tier.cache import TierCache
 from kmq.tier.commits import CommitLog, TierState
-from kmq.tier.turn import Copier, TurnOptions
+from kmq.tier.turn import Copier, FollowsError, Leadership, TurnOptions
+
+LINEAGE = "7" * 32  # of the replicas
 
 
 class TieredBroker:
@@ -29,10 +40,13 @@ class TieredBroker:
         self.lacks_room = False
         self.next_seq = 1
         self.sent: list[bytes] = []  # stored lines, of all topics
-        identity.open_data(self.data)
+        self._open()
         topics.declare(self.data, "t", partitions, partitioner="crc32")
         self.start()
         self.kill_copier()
+
+    def _open(self) -> None:
+        identity.open_data(self.data)
 
     def start(self) -> None:
         self.wal = Wal(self.data, no_room, 1 << 20, Limits(segment_bytes=self.limits.segment_bytes))
@@ -46,9 +60,12 @@ class TieredBroker:
         )
         self.queues.recover(self.wal.last_seq)
 
+    def options(self) -> TurnOptions:
+        return TurnOptions(self.object_bytes, 0, lambda: wal.last_stored(self.data)[0], limits=lambda: self.limits)
+
     def kill_copier(self) -> None:
         """The next turn is that of a new process."""
-        options = TurnOptions(self.object_bytes, 0, lambda: wal.last_stored(self.data)[0], limits=lambda: self.limits)
+        options = self.options()
         self.copier = Copier(self.data, self.store, self.logger, options)
 
     def stop(self) -> None:
@@ -112,6 +129,68 @@ class TieredBroker:
 
     def begin(self, number: int = 0) -> int:
         return reader.partition(self.data, "t", number).first_offset
+
+    def read(self, offset: int = 0, number: int = 0) -> bytes:
+        """All lines of a partition from an offset on, by its reader; what is not here is fetched in."""
+        log, cache, found = reader.partition(self.data, "t", number), TierCache(self.data, self.store, 1 << 30), b""
+        while offset < log.end_offset():
+            try:
+                first, text = log.read(offset, 1 << 20)
+            except NotHereError as err:
+                cache.fetch(err.directory, err.life, err.row)
+                continue
+            assert first == offset, f"{first} in place of {offset}"
+            found, offset = found + text, first + text.count(b"\n")
+        return found
+
+
+class TieredReplica(TieredBroker):
+    """The same as a replica of a shard, which follows at first. The store is that of all replicas below `path`.
+
+    What is sent is committed: the test sends each replica the same lines in the same order.
+    """
+
+    def __init__(self, path: Path, name: str, limits: Limits, object_bytes: int = 1 << 26, partitions: int = 1) -> None:
+        self.name, self.instance = name, f"tiered-{os.getpid()}-{path.name}-{name}"
+        super().__init__(path / name, limits, object_bytes, partitions)
+        self.store = LyingStore(str(path / "store"))
+        self.kill_copier()
+
+    def _open(self) -> None:
+        super()._open()
+        Path(self.data, "lineage").write_text(f"{LINEAGE}\n")
+        self.page = RolePage.make(self.instance, identity.read(self.data, "id"))
+        self.follow(1)
+
+    def close(self) -> None:
+        self.kill()
+        role.remove(self.instance)
+
+    def options(self) -> TurnOptions:
+        leadership = Leadership(self.instance, identity.read(self.data, "id"), "s")
+        return super().options()._replace(durable=leadership.committed, leadership=leadership)
+
+    def lead(self, epoch: int) -> None:
+        self.page.leave()
+        self.page.enter(STARTING, epoch, 7, self.next_seq - 1)
+        self.page.lead_until(1e9, 1e9)  # of the monotonic clock
+        self.page.open_doors()
+
+    def follow(self, epoch: int) -> None:
+        self.page.leave()
+        self.page.enter(FOLLOWING, epoch, 7, self.next_seq - 1)
+        self.page.show_leader({"broker": "z"})
+
+    def send(self, *lines: bytes, group: int = 10) -> None:
+        super().send(*lines, group=group)
+        self.page.raise_hw(self.next_seq - 1)
+
+    def turn(self) -> None:
+        """A turn, also of a follower."""
+        self.checkpoint()
+        with suppress(FollowsError):
+            self.copier.turn()
+        self.tick()
 
 
 def lines(count: int, begin: int = 0, size: int = 100, topic: bytes = b"t") -> list[bytes]:

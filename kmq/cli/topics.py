@@ -115,7 +115,7 @@ def create(
         return
     open_data(settings.data, known_id(settings), settings.shard)
     _require_leader(settings)
-    topics.check_tier(settings.data, name, limits, limits, bool(settings.shard))
+    topics.check_tier(settings.data, name, limits, limits)
     topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
     if not _wait(lambda: topics.read(settings.data, name).from_seq is not None, lambda: status.collect(settings).ready):
         _print_created(name, partitions, None, f"declared in {os.path.abspath(settings.data)}, ")
@@ -286,7 +286,7 @@ def _set(settings: Settings, name: str, asked: dict[str, str]) -> bool:
     topic_changes.apply(own, asked)
     Limits().with_changes(own)
     topics.check_letters(name, asked)
-    topics.check_tier(settings.data, name, asked, own, bool(settings.shard))
+    topics.check_tier(settings.data, name, asked, own)
     request = topic_changes.submit(settings.data, topic_changes.SET, name, asked)
     if not _is_carried_out(settings, request):
         return False

@@ -1,6 +1,6 @@
 """The register of a shard: one text in Consul that names the leader, and the replicas that may be elected next.
 
-    lineage=<hex> level=2 brokers=a,b,c min_insync=2
+    lineage=<hex> level=3 brokers=a,b,c min_insync=2
     epoch=8 leader=<replica id> isr=<replica id>,<replica id>
     marks=1:9f3c… 2:77ab… … 31:0c1d…
 
@@ -11,7 +11,8 @@ Invariant   A write keeps all marks of the version that it replaces and adds one
             register exactly if it holds the other's version.
             A write never makes the ISR smaller than `min_insync`. If the ISR begins smaller (init, recovery), it never
             shrinks.
-Level       Which records brokers may ask for. Level 2 also allows records of new start offsets (log/topic_changes.py).
+Level       Which records brokers may ask for. Level 2 also allows records of new start offsets, level 3 those of
+            tier=on, and rows of old records (log/topic_changes.py).
             The leader raises the level once every broker is present and knows the next level. The level never falls. So
             an older release cannot return and skip records that it does not know: it cannot read the register.
 Hold        While the register has no leader, no election happens. An operator writes it so (kmq cluster recover), and

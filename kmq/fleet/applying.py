@@ -174,7 +174,7 @@ class Applier:
         try:
             partitions, limits = parse_topic(value)
             if not is_here:
-                topics.check_tier(data, name, limits, limits, bool(self._settings.shard))
+                topics.check_tier(data, name, limits, limits)
                 topics.declare(data, name, partitions, {limit: text for limit, text in limits.items() if text})
                 return ""
             declared = topics.read(data, name)
@@ -184,7 +184,7 @@ class Applier:
                 topic_changes.apply(own, changes)
                 Limits().with_changes(own)
                 topics.check_letters(name, changes)
-                topics.check_tier(data, name, changes, own, bool(self._settings.shard))
+                topics.check_tier(data, name, changes, own)
                 topic_changes.submit(data, topic_changes.SET, name, changes)
             return _other_partitions(declared.partitions, partitions)
         except (ConfigError, ValueError) as error:

@@ -1,7 +1,7 @@
 """The committed part of a shard's WAL: its epochs, the seq that readers may see, and the cut of records the leader
 lacks.
 
-    __kmq.epoch|<ts>||epoch=8 mark=0c1d… broker=b level=2      the first record of an epoch; `mark`: of its register
+    __kmq.epoch|<ts>||epoch=8 mark=0c1d… broker=b level=3      the first record of an epoch; `mark`: of its register
     committed           `<seq> crc32=…`: up to this seq all replicas that can be elected have the records
     cut/<first seq>-<epoch>.log     records that were cut, as they were stored
 

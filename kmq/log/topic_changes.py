@@ -169,7 +169,8 @@ def _unquote(text: str) -> str:
 _PREFIX = ".request-"
 _NAME = re.compile(re.escape(_PREFIX) + r"\d{20}-\d{1,10}")  # a name becomes part of a record
 _MOST_BYTES = 64 * KIB  # of a request: its record must fit into a ring
-_LEVEL, _STARTS_LEVEL = re.compile(rb" level=([0-9]+) "), 2  # of a register: which brokers carry out starts
+_LEVEL = re.compile(rb" level=([0-9]+) ")  # of a register: what every broker of the shard carries out
+STARTS_LEVEL, ROWS_LEVEL = 2, 3  # starts of partitions; options of topics for the tier, and rows
 _INCARNATION, _SEQ = "incarnation", re.compile(r"[0-9]{1,18}")
 RETAIN = "retain"
 
@@ -238,15 +239,21 @@ def begin_at(data: str, topic: str, from_seq: int | None, starts: Mapping[int, i
 
     Raises RetryError while a broker of this shard may run a release that would keep the records before them.
     """
-    with contextlib.suppress(FileNotFoundError), open(f"{data}/register", "rb") as file:
-        level = _LEVEL.search(file.read())
-        if level is not None and int(level[1]) < _STARTS_LEVEL:
-            raise RetryError(
-                f"topic {topic}: cannot be truncated while a broker of the shard is away, or of an older release, which"
-                " would bring back what is deleted; upgrade all of them, then try again (kmq cluster status)"
-            )
+    if not all_know(data, STARTS_LEVEL):
+        raise RetryError(
+            f"topic {topic}: cannot be truncated while a broker of the shard is away, or of an older release, which"
+            " would bring back what is deleted; upgrade all of them, then try again (kmq cluster status)"
+        )
     incarnation = {} if from_seq is None else {_INCARNATION: str(from_seq)}
     return submit(data, START, topic, incarnation | {str(number): str(offset) for number, offset in starts.items()})
+
+
+def all_know(data: str, level: int) -> bool:
+    """Return False if a broker of this shard may run a release below `level`. Without a shard nobody else has the files."""
+    with contextlib.suppress(FileNotFoundError), open(f"{data}/register", "rb") as file:
+        found = _LEVEL.search(file.read())
+        return found is None or int(found[1]) >= level
+    return True
 
 
 def named(data: str, name: str) -> TopicRequest:

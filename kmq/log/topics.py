@@ -393,13 +393,16 @@ def check_letters(name: str, limits: Mapping[str, str]) -> None:
         )
 
 
-def check_tier(data: str, name: str, asked: Mapping[str, str], own: Mapping[str, str], in_shard: bool) -> None:
+def check_tier(data: str, name: str, asked: Mapping[str, str], own: Mapping[str, str]) -> None:
     """Raise ConfigError if old records of a topic cannot go to KMQ_TIER, or would be in a table. `own`: limits to be.
 
     Called when a change is requested; the router refuses a table of rows, too.
     """
-    if asked.get("tier") == "on" and in_shard:
-        raise ConfigError("tier: old records of a shard's topics do not go to KMQ_TIER yet")
+    if asked.get("tier") == "on" and not topic_changes.all_know(data, topic_changes.ROWS_LEVEL):
+        raise ConfigError(
+            "tier: not on while a broker of the shard is away, or of an older release, which would not know where old"
+            " records lie; upgrade all of them, then try again (kmq cluster status)"
+        )
     Limits().with_changes({limit: text for limit, text in own.items() if limit in ("tier", "cleanup") and text})
     if asked.get("cleanup") == COMPACT and has_rows(data, name):
         raise ConfigError(

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kmq.message import record
 from kmq.message.record import MAX_TOPIC
 
-LEVEL = 2  # rises with a release that routes differently: replicas of a shard must route alike (cluster/register.py)
+LEVEL = 3  # rises with a release that does something else with records: replicas must do alike (cluster/register.py)
 
 # --- partitioners ----------------------------------------------------------------------------------------------------
 # Which partition a key leads to, and how messages without a key take turns.

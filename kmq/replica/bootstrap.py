@@ -179,8 +179,10 @@ class Incoming:
     def finish(self) -> None:
         """Mark the bootstrap as whole, once all of it is on disk. Raises WireError if it is no data directory."""
         self.close()
-        if identity.version(self.path) is None or not segment.listing(f"{self.path}/append"):
-            raise WireError("the leader's files came without `format` or without a WAL")
+        if identity.version(self.path) is None:
+            raise WireError("the leader's files have no `format` that this release knows; install the leader's release")
+        if not segment.listing(f"{self.path}/append"):
+            raise WireError("the leader's files came without a WAL")
         for directory, _, _ in os.walk(self.path):
             sync_directory(directory)
         sync_directory(os.path.dirname(self.path))

@@ -5,7 +5,8 @@ Each KMQ_TIER_EVERY one turn (kmq/tier/turn.py). `kmq up` starts this process wh
 Links       in: the files of KMQ_DATA, and durability's row of the stats page   out: the store
 Owns        KMQ_DATA/tier (lock tier/.owner), its row of the stats page
 Promise     No stage waits for it. A store that is slow, full, away or wrong delays the copy, and nothing else.
-Shard       Each broker of a shard has this process. That of the leader copies; the others wait until theirs leads.
+Shard       Each broker of a shard has this process. That of the leader copies. The others read its commits every 10 s, and
+            lay out the rows of topics for their own routers; they write nothing to the store until their broker leads.
 Ends        by signals only, within a moment: an upload is abandoned. Fenced, refused or without rights it stays, does
             nothing, says why, and looks again each minute: an exit code would end it for good, and in a pod a container
             that ends takes its pod out of the Service. Without progress for five minutes it ends and is started again.
@@ -26,7 +27,7 @@ from kmq.config.states import InForce
 from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError
 from kmq.files import replace_file, sync_file
 from kmq.links.ownership import FileLock, describe
-from kmq.log import reader, wal
+from kmq.log import identity, reader, wal
 from kmq.log.damage import DamageError
 from kmq.log.segment import Limits
 from kmq.logfmt import Logger
@@ -37,6 +38,7 @@ from kmq.tier.turn import DIRECTORY, Copier, FollowsError, Leadership, TurnOptio
 
 _NICE = 10  # idle priority would starve on a full machine, and with it the promise of a minute
 _LOOK_S = 60.0  # between two looks while it may not write, and the longest pause while the store is away
+_FOLLOW_S = 10.0  # between two looks of a follower at the commits
 _ROLE_S = 0.5  # between two looks at the role page
 _PAUSE_S = 1.0  # after the first failed request; it doubles
 _BEAT_S = 0.25
@@ -117,9 +119,9 @@ class CopyProcess:
         settings, leadership = self._settings, self._leadership
         if self._store is None:
             self._store = open_store(settings.tier)
-        if self._copier is None:
-            if leadership is not None:
-                leadership.check()  # before it leads a directory may take another lineage
+        if self._copier is None or self._copier.lineage != identity.lineage(settings.data):
+            if leadership is not None and not leadership.follows():
+                leadership.check()  # before it has a role a directory may take another lineage
             durable = self._durable if leadership is None else leadership.committed
             rates = settings.tier_object, settings.tier_rate
             options = TurnOptions(*rates, durable, self._progressed, self._limits, settings.tier_every, leadership)
@@ -176,12 +178,12 @@ class CopyProcess:
         return _LOOK_S
 
     def _follow(self, err: KmqError) -> float:
-        """Wait until this broker leads. Nothing is wrong: the leader makes the copy."""
+        """Say once that another broker leads. Nothing is wrong: it makes the copy. Return how long to wait."""
         is_news = self._say(f"follows: {err}")
         self._row.standing = self._row.oldest = 0
         if is_news:
             self._log.info("tier_follows", reason=err)
-        return _LOOK_S
+        return _FOLLOW_S
 
     def _store_is_away(self, words: str) -> None:
         self._say(f"away: {words}", is_away=True)

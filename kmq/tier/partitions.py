@@ -7,9 +7,12 @@
 When        KMQ_TIER_OBJECT bytes are there (sealed or not: what a checkpoint covers never changes), or a sealed segment
             is due by local limits, or a WAL object waits for the records: a thousand idle partitions cost nothing.
 Owner       the process `kmq.tier`. It holds no plan: a turn compares rows, router.ckpt and the files `tier`.
-Invariant   A row ends at or before what router.ckpt covers. A row has what the local file has, byte for byte, read block
-            by block; a damaged block ends the rows of its partition until it is healed. Rows follow one another; what
-            went before it was copied is skipped by a `drop … before`.
+Invariant   A row ends at or before what router.ckpt covers, where it is made and where it is laid out: so a partition has
+            each record itself before it may delete it, and a rebuild never begins after its own end. A row has what the
+            local file has, byte for byte, read block by block; a damaged block ends the rows of its partition until it
+            is healed. Rows follow one another; what went before it was copied is skipped by a `drop … before`.
+Shard       The leader makes rows. Each replica lays out all of them for its own router, whatever the borders of its own
+            segments are; a row that ends after its router.ckpt waits.
 Crash       after a commit   the next turn lays out what the file `tier` lacks;
             after a layout   the router takes only lines that it does not have.
 Memory      One object as it is stored.
@@ -291,24 +294,27 @@ class PartitionCopier:
 
     # --- the router's side -------------------------------------------------------------------------------------------
 
-    def lay_out(self, found: list[TieredPartition]) -> None:
-        """Lay out for the router which lines each file `tier` lacks."""
-        for each in found:
-            if each.log.end is None:
+    def lay_out(
+        self, state: TierState, known: Mapping[tuple[str, int], PartitionState], lives: Mapping[str, int]
+    ) -> None:
+        """Lay out for the router which lines each file `tier` lacks, up to what router.ckpt covers."""
+        for (name, life), log in state.logs.items():
+            topic, _, number = name.rpartition("/")
+            here = known.get((topic, int(number)))
+            if here is None or lives.get(topic) != life or log.end is None:
                 continue
             try:
-                there = rows.of(directory_of(self._data, each.topic, each.number))
-                is_same_life = there.life in (0, each.life)
-                end, before = (there.end or 0, there.before) if is_same_life else (0, 0)
+                there = rows.of(directory_of(self._data, topic, int(number)))
+                end, before = (there.end or 0, there.before) if there.life in (0, life) else (0, 0)
             except DamageError:
                 end = before = 0
-            if each.log.end == end and each.log.before <= before:
+            lines = [log.drop] if log.before > before else []
+            missing = [row for row in log.rows if end < row.next <= here.end_offset]
+            lines += [f"{row.commit} add {name} life={life} {row.text()}" for row in missing]
+            if not lines:
                 continue
-            where = f"{each.name} life={each.life}"
-            lines = [text for text in each.log.lines() if " gap " in text]
-            lines += [each.log.drop] if each.log.before > before else []
-            lines += [f"{row.commit} add {where} {row.text()}" for row in each.log.rows if row.next > end]
-            head = rows.empty(identity.lineage(self._data), each.name, each.life).head
+            gaps_of_log = [text for text in log.lines() if " gap " in text]
+            head = rows.empty(identity.lineage(self._data), name, life).head
             make_directory(f"{self._data}/{OUTBOX}")
-            content = "".join(f"{text}\n" for text in [head, *lines])
-            replace_file(f"{self._data}/{OUTBOX}/{each.topic}-{each.number}", content.encode())
+            content = "".join(f"{text}\n" for text in [head, *gaps_of_log, *lines])
+            replace_file(f"{self._data}/{OUTBOX}/{topic}-{number}", content.encode())

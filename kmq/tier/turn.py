@@ -21,7 +21,8 @@ Orphans     Objects that no commit names and whose key bears the number of a cla
             whose object is gone: that is said, and the copy goes on.
 Shard       The leader alone copies, up to the high watermark: what is above it may yet be cut. Its claim bears its epoch.
             A leader that was deposed and does not know it is fenced by the claim of the next one; what it had copied is
-            right, because all replicas have the same committed records.
+            right, because all replicas have the same committed records. A follower writes nothing to the store: it
+            reads the commits, and lays out the rows of partitions for its own router.
 Same        Before a claim the last line of the last row is compared with the local one. A directory that was put back
             and went on differs there: AheadError, and nothing is written.
 Memory      One object as it is stored.
@@ -39,8 +40,8 @@ from typing import NamedTuple
 from kmq.config.values import MIB
 from kmq.errors import KmqError
 from kmq.files import replace_file
-from kmq.links.role import RolePage
-from kmq.log import checkpoint, identity, passes, reader, topics, wal
+from kmq.links.role import FOLLOWING, RolePage
+from kmq.log import checkpoint, identity, passes, reader, topic_changes, topics, wal
 from kmq.log.damage import DamageError
 from kmq.log.rows import FULL_KEY
 from kmq.log.segment import Limits, last_line, within
@@ -84,6 +85,11 @@ class Leadership:
         page = self._find()
         return page.read().epoch if page is not None and page.leads else None
 
+    def follows(self) -> bool:
+        """Return True if this broker follows a leader, so that its files are those of a replica."""
+        page = self._find()
+        return page is not None and page.read().role == FOLLOWING
+
     def committed(self) -> int:
         """Return the last seq that every replica has which can be elected. Whatever the role is, it is never too high."""
         page = self._find()
@@ -95,7 +101,8 @@ class Leadership:
         if epoch is None:
             leader = (self._page.leader or {}).get("broker") if self._page is not None else None
             who = f"broker {leader}" if leader else "another broker"
-            raise FollowsError(f"{who} leads the shard {self.shard}, or nobody does; the leader makes the copy")
+            what = "the leader makes the copy, and the others read its commits"
+            raise FollowsError(f"{who} leads the shard {self.shard}, or nobody does; {what}")
         return epoch
 
 
@@ -177,6 +184,7 @@ class Copier:
         self.lineage, self._id = identity.lineage(data), identity.read(data, "id")
         self.commits = CommitLog(store, self.lineage, f"{self._id}@{socket.gethostname()}")
         self.is_claimed = False
+        self._is_read = False  # all commits, by a follower
         self._epoch = 0  # of the claim, in a shard
         self._wal_at, self._files_at = 0.0, -_FILES_S  # monotonic: when the WAL and all files went up last
         uploads = Uploads(self._key, self._upload, self._commit, self._rest)
@@ -224,10 +232,15 @@ class Copier:
     def turn(self) -> bool:
         """Do what is missing; return True if more is due than a turn does at most.
 
-        Raises what `claim` raises, and DamageError if a block of the WAL is damaged.
+        Raises what `claim` raises, and DamageError if a block of the WAL is damaged. A follower raises FollowsError once
+        its rows are laid out.
         """
-        if self._options.leadership is not None and self._options.leadership.check() != self._epoch:
-            self.is_claimed = False  # it was deposed meanwhile, and leads again
+        leadership = self._options.leadership
+        if leadership is not None:
+            if leadership.follows():
+                self._follow()
+            if leadership.check() != self._epoch:
+                self.is_claimed = False  # it was deposed meanwhile, and leads again
         if not self.is_claimed:
             self.claim()
         self.commits.catch_up()
@@ -236,9 +249,25 @@ class Copier:
         self._delete_dropped()
         self._look_at_names()
         self.commits.write_state()
-        cursor = f"{self.commits.state.number} {self.lineage}\n"
-        replace_file(f"{self.data}/{DIRECTORY}/cursor", cursor.encode())
+        self._note_cursor()
         return is_more
+
+    def _follow(self) -> None:
+        """Read the commits that are new, and lay out the rows in force: the leader has made them."""
+        if not self._is_read:
+            self._check_is_whole(self.commits.read().number)
+            self._is_read = True
+        self.commits.catch_up()
+        self._options.progress(0)
+        if self.commits.state.logs and (parsed := _parsed(self.data, SmallFiles.of(self.data, False))) is not None:
+            self._partitions.lay_out(self.commits.state, *parsed)
+        self._note_cursor()
+
+    def _note_cursor(self) -> None:
+        path, cursor = f"{self.data}/{DIRECTORY}/cursor", f"{self.commits.state.number} {self.lineage}\n".encode()
+        if _content(path) != cursor:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            replace_file(path, cursor)
 
     def _copy_all(self) -> bool:
         copies_wal = self._options.every is not None
@@ -377,8 +406,6 @@ class Copier:
         That is: if more is due, and the seq of the first record that is in no row yet.
         """
         state, begun, every = self.commits.state, time.monotonic(), self._options.every
-        if self._options.leadership is not None:
-            return False, identity.NEVER  # a shard refuses tier=on
         parsed = _parsed(self.data, found)
         if parsed is None:
             return False, 0
@@ -386,18 +413,18 @@ class Copier:
         mine = self._partitions.found(state, known, lives)
         gone = [row.number("last") for row in state.wal if row.number("last") < reader.first_seq(self.data)]
         is_more = False
-        for each in mine:
+        for each in mine if topic_changes.all_know(self.data, topic_changes.ROWS_LEVEL) else ():
             for _ in self._partitions.copy(each, gone[-1] if gone else 0, time.time()):
                 if every is not None and time.monotonic() - self._wal_at >= every:
                     self._copy_wal(self._options.durable())
-                    self._partitions.lay_out(mine)
+                    self._partitions.lay_out(state, known, lives)
                 if is_more := every is not None and time.monotonic() - begun >= _TURNS * every:
                     break
             if is_more:
                 break
         if drops := self._partitions.drops(state, mine):
             self._commit(*drops)
-        self._partitions.lay_out(mine)
+        self._partitions.lay_out(state, known, lives)
         return is_more, min(map(self._partitions.waiting_seq, mine), default=identity.NEVER)
 
     # --- small files -------------------------------------------------------------------------------------------------

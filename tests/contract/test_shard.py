@@ -435,7 +435,7 @@ def test_a_copy_that_starts_when_its_original_has_gone_on_is_a_new_replica(shard
     ("text", "said"),
     [
         (b"leader=me", "is no register of a shard; KMQ did not write it"),
-        (b"lineage=" + b"0" * 32 + b" level=3 brokers=x\n", "level 3; this release understands 2"),
+        (b"lineage=" + b"0" * 32 + b" level=4 brokers=x\n", "level 4; this release understands 3"),
     ],
 )
 def test_a_register_that_kmq_did_not_write_stops_all_decisions_and_is_named(shard, text, said):

@@ -82,7 +82,7 @@ def test_the_leader_alone_changes_topics_and_its_successor_reaches_what_the_flee
         until(lambda name=name: topics(brokers, name) == {"x": 1, "orders": 3, "late": 2}, f"late at {name}")
 
 
-def test_a_topic_is_truncated_once_every_broker_of_the_shard_is_of_this_release(brokers):
+def test_a_topic_is_truncated_and_goes_to_the_tier_once_every_broker_of_the_shard_is_of_this_release(brokers):
     """Brokers are upgraded one by one. One of an older release would pass over the record, and may lead."""
     older = brokers.root / "older"
     older.mkdir()
@@ -107,14 +107,21 @@ def test_a_topic_is_truncated_once_every_broker_of_the_shard_is_of_this_release(
     (deleted,) = admin.delete_records([TopicPartition("t", 0, 1)]).values()
     with pytest.raises(KafkaException, match="UNSUPPORTED_VERSION"):
         deleted.result(PATIENCE_S)
+    to_tier = ("topics", "set", "t", "tier=on")
+    refused = brokers.kmq("a", *to_tier)
+    assert refused.returncode == 78 and "tier: not on while a broker of the shard is away" in refused.stderr, refused
     assert brokers.register().level == 1
 
     assert brokers.kmq("c", "down").returncode == 0
     assert brokers.kmq("c", "up").returncode == 0
-    until(lambda: brokers.register().level == 2, "the next level")
+    until(lambda: brokers.register().level == 3, "the next level")
     until(lambda: any(logged(brokers, name, "replica_level") for name in BROKERS), "a line of it")
     done = brokers.kmq("a", *truncate)
     assert done.returncode == 0 and "deleted" in done.stdout, done
+    assert brokers.kmq("a", *to_tier).returncode == 0
+    for name in BROKERS:
+        toml = brokers.root / name / "data/topics/t/topic.toml"
+        until(lambda toml=toml: 'tier = "on"' in toml.read_text(), f"the option at {name}")
 
     assert brokers.kmq("c", "down").returncode == 0
     brokers.kmq("c", "up", PYTHONPATH=str(older))

@@ -98,8 +98,8 @@ def test_a_text_with_bytes_more_or_less_is_refused(register):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("level=2", "level=02"),
-        ("level=2", "level=0"),
+        ("level=3", "level=02"),
+        ("level=3", "level=0"),
         ("min_insync=2", "min_insync=1"),
         ("min_insync=2", "min_insync=4"),
         ("brokers=a,b,c", "brokers=a,b"),
@@ -122,8 +122,8 @@ def test_a_register_that_kmq_would_not_write_is_refused(old, new):
 
 
 def test_a_register_of_a_later_level_is_named_as_such_whatever_else_it_holds():
-    text = FIRST.encode().replace(b"level=2 ", b"level=3 zones=x,y ")
-    with pytest.raises(UnreadableRegister, match=r"level 3; this release understands 2"):
+    text = FIRST.encode().replace(b"level=3 ", b"level=4 zones=x,y ")
+    with pytest.raises(UnreadableRegister, match=r"level 4; this release understands 3"):
         decode(text, KEY)
 
 

@@ -103,12 +103,12 @@ def test_a_promise_of_a_later_level_is_refused(data):
     files.promise(register()._replace(lineage=LINEAGE))
     path = f"{data}/register"
     with open(path) as file:
-        text = file.read().replace("level=2", "level=3").rpartition("crc32=")[0]
+        text = file.read().replace("level=3", "level=4").rpartition("crc32=")[0]
     import zlib
 
     with open(path, "w") as file:
         file.write(f"{text}crc32={zlib.crc32(text.encode())}\n")
-    with pytest.raises(ConfigError, match="level 3; this release understands 2"):
+    with pytest.raises(ConfigError, match="level 4; this release understands 3"):
         ReplicaFiles(data, "s")
 
 

@@ -320,7 +320,7 @@ class TopicAdmin:
 
     def _check_tier(self, name: str, asked: Mapping[str, str], own: Mapping[str, str]) -> None:
         try:
-            topics.check_tier(self._data, name, asked, own, bool(self._broker.settings.shard))
+            topics.check_tier(self._data, name, asked, own)
         except ConfigError as err:
             field = "cleanupPolicy" if str(err).startswith("cleanup") else "tier"
             raise bad_field(field, str(err).partition(": ")[2]) from None
