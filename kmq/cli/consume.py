@@ -254,7 +254,9 @@ class _Session:
         places, damaged = consumer.assignment(), [] if has_more else consumer.paused()
         try:
             if new := [place for place in places if place not in self._ends and place not in damaged]:
-                self._ends |= consumer.end_offsets(new, _GIVE_UP_S)
+                ends, found = consumer.end_offsets(new, _GIVE_UP_S), _gaps(new[0].topic)
+                # no record after a gap at the end brings the position there
+                self._ends |= {place: gaps.before(found.get(place.partition, ()), end) for place, end in ends.items()}
         except Refused as err:
             if err.code != "damaged":
                 raise
