@@ -203,6 +203,15 @@ class TierFile:
             return True
         return not self.rows and base <= self.end == self.before
 
+    def covers(self, first: int, end: int) -> bool:
+        """Return True if each of the records first…end-1 is in a row, or was in one, or was dropped.
+
+        A replica of a shard may have records before the first row, which the leader did not have.
+        """
+        begin = self.rows[0].base if self.rows else self.before
+        is_before_rows = first < begin and self.before < min(begin, end)
+        return end <= (self.end or 0) and not is_before_rows
+
     def cold(self, local: int) -> list[TierRow]:
         """Return the rows that readers need, given the first local offset: [] if a hole lies between. Do not change it."""
         found: list[TierRow] = self._part(local).rows

@@ -16,6 +16,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
+from itertools import takewhile
 
 from kmq.files import with_room
 from kmq.log import identity, rows
@@ -102,8 +103,10 @@ class Tiering:
         topic, _ = self._in_force_of(name, number)
         head = laid_out[: laid_out.find(b"\n") + 1]
         coming = rows.parse(head, f"{name}/{number}")  # whether its lines follow is asked below
-        if topic is None or coming is None or coming.life != topic.from_seq:
-            self._context.logger.warn("rows_discarded", topic=name, partition=number, reason="of another life")
+        is_ours = coming is not None and coming.lineage == lineage_of(self._context.data)
+        if topic is None or coming is None or not is_ours or coming.life != topic.from_seq:
+            reason = "of another life, or laid out before a fork"
+            self._context.logger.warn("rows_discarded", topic=name, partition=number, reason=reason)
             return
         try:
             after = self._append(topic, number, laid_out.decode("ascii").splitlines()[1:])
@@ -190,8 +193,8 @@ class Tiering:
 
     def _due_here(self, found: TierFile, state: PartitionState, limits: Limits, now_s: float, most: int) -> int:
         """Return how many segments may go by local limits, or because the disk lacks room."""
-        ends = state.sealed_ends()[:most]
-        covered = sum(end <= (found.end or 0) for end in ends)
+        spans = zip((part.first for part in state.sealed), state.sealed_ends()[:most], strict=False)
+        covered = sum(1 for _ in takewhile(lambda span: found.covers(*span), spans))
         if not covered or self._context.lacks_room():
             return covered
         return min(covered, limits.local().expired(state.sealed, state.active_bytes, now_s, most))

@@ -259,7 +259,8 @@ class Copier:
             self._is_read = True
         self.commits.catch_up()
         self._options.progress(0)
-        if self.commits.state.logs and (parsed := _parsed(self.data, SmallFiles.of(self.data, False))) is not None:
+        parsed = _parsed(self.data, _content(f"{self.data}/{FILES[0]}")) if self.commits.state.logs else None
+        if parsed is not None:
             self._partitions.lay_out(self.commits.state, *parsed)
         self._note_cursor()
 
@@ -406,7 +407,7 @@ class Copier:
         That is: if more is due, and the seq of the first record that is in no row yet.
         """
         state, begun, every = self.commits.state, time.monotonic(), self._options.every
-        parsed = _parsed(self.data, found)
+        parsed = _parsed(self.data, found.contents.get(FILES[0]))
         if parsed is None:
             return False, 0
         known, lives = parsed
@@ -536,17 +537,19 @@ def _seconds(micros: int) -> str:
 
 def _checkpoint(data: str, found: SmallFiles) -> tuple[checkpoint.Rows, dict[str, int]]:
     """Return the rows of router.ckpt, and since when each topic is in force; nothing if the file has changed since."""
-    is_same = _content(f"{data}/{FILES[0]}") == found.contents.get(FILES[0])
-    return (_parsed(data, found) if is_same else None) or ({}, {})
+    content = _content(f"{data}/{FILES[0]}")
+    return (_parsed(data, content) if content == found.contents.get(FILES[0]) else None) or ({}, {})
 
 
-def _parsed(data: str, found: SmallFiles) -> tuple[checkpoint.Rows, dict[str, int]] | None:
-    """Return the same, even if the file has changed since: a partition does not change below a checkpoint.
+def _parsed(data: str, content: bytes | None) -> tuple[checkpoint.Rows, dict[str, int]] | None:
+    """Return the same of this content, even if the file has changed since: below a checkpoint no partition changes.
 
     None if it is damaged, or not there yet.
     """
+    if content is None:
+        return None
     try:
-        _, rows, since = checkpoint.load(data, found.contents[FILES[0]])
+        _, rows, since = checkpoint.load(data, content)
     except (ValueError, LookupError):
         return None
     return rows, {name: each.from_seq for name, each in since.items()}

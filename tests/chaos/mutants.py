@@ -775,7 +775,39 @@ MUTANTS = [
     ),
     Mutant(
         "tier: local limits delete what the store does not have",
-        [(TIERING, "covered = sum(end <= (found.end or 0) for end in ends)", "covered = len(ends)")],
+        [
+            (
+                TIERING,
+                "covered = sum(1 for _ in takewhile(lambda span: found.covers(*span), spans))",
+                "covered = len([*spans])",
+            )
+        ],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: a replica takes the rows of records that it does not have",
+        [("kmq/tier/partitions.py", "if end < row.next <= here.end_offset]", "if end < row.next]")],
+        ["tests/unit/test_tier_shard_topics.py"],
+    ),
+    Mutant(
+        "tier: a replica deletes records before the first row",
+        [(ROWS, "and not is_before_rows", "")],
+        ["tests/unit/test_tier_shard_topics.py"],
+    ),
+    Mutant(
+        "tier: rows are made while a broker of the shard does not know them",
+        [
+            (
+                "kmq/tier/turn.py",
+                "for each in mine if topic_changes.all_know",
+                "for each in mine if True or topic_changes.all_know",
+            )
+        ],
+        ["tests/unit/test_tier_shard_topics.py"],
+    ),
+    Mutant(
+        "tier: lines that were laid out before a fork are taken",
+        [(TIERING, "coming.lineage == lineage_of(self._context.data)", "True")],
         [UNIT_TIER],
     ),
     Mutant(

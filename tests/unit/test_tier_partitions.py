@@ -240,6 +240,20 @@ def test_lines_of_another_life_or_that_do_not_follow_are_not_taken(made):
         assert made.rows() == found and not os.path.exists(f"{outbox}/t-0")
 
 
+def test_lines_that_were_laid_out_before_a_fork_are_not_taken(made):
+    """Their keys are those of the lineage before, in which the objects lie."""
+    made.send(*lines(150))
+    made.checkpoint()
+    made.copier.turn()
+    path = f"{made.data}/topics/.tiered/t-0"
+    with open(path) as file:
+        text = file.read()
+    with open(path, "w") as file:
+        file.write(text.replace(made.copier.lineage, "f" * 32))
+    made.tick()
+    assert made.rows() == [] and not os.path.exists(path)
+
+
 def test_the_format_tells_older_releases_of_the_first_row(made):
     assert not (made.send(*lines(5)), made.turn(), made.rows())[2]
     with open(f"{made.data}/format") as file:

@@ -297,6 +297,26 @@ def test_what_total_limits_of_the_leader_took_is_never_copied_and_no_follower_wa
     assert b.read(b.begin()) == b"".join(b.sent[b.begin() :])
 
 
+def test_records_before_the_first_row_stay_on_a_replica_whose_total_limits_have_room_for_them(shard):
+    """The leader has lost them, or deleted them by limits of its own. No object has them."""
+    a, b = shard
+    a.limits = limits(retention_bytes=2 * SEGMENT)
+    a.queues.use_limits(a.limits)
+    a.store.is_away = True
+    send(shard, *lines(200))
+    a.checkpoint()
+    a.tick()
+    a.limits = limits()
+    a.queues.use_limits(a.limits)
+    a.store.is_away = False
+    send(shard, *lines(400, 200))
+    turn(shard)
+    first = a.rows()[0][0]
+    assert first == a.begin() > 0 and is_like(a, b)
+    assert b.local()[0] == b.begin() == 0 and b.read() == b"".join(b.sent)
+    assert a.local()[0] > first and a.read(first) == b"".join(a.sent[first:])
+
+
 def test_a_deleted_topic_leaves_no_row_on_any_replica_and_a_second_life_has_its_own(shard):
     a, b = shard
     send(shard, *lines(300))
