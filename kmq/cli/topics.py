@@ -473,7 +473,7 @@ def truncate(
         return
     if not yes:
         confirm(what, "delete them", "Delete them for good?")
-    request = topic_changes.begin_at(settings.data, name, topics.known_from_seq(settings.data, name), starts)
+    request = topic_changes.begin_at(settings.data, name, topics.from_seq_of(settings.data, name), starts)
     if not _is_carried_out(settings, request):
         print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")
         return
@@ -531,7 +531,7 @@ def delete(
     _require(settings, name)
     _require_leader(settings)
     found = describe(settings, name)
-    from_seq = topics.known_from_seq(settings.data, name)
+    from_seq = topics.from_seq_of(settings.data, name)
     what = f"topic {name}: {found['messages']:,} messages, {found['bytes']:,} bytes, {found['partitions']} partition(s)"
     if not yes:
         confirm(what, "delete it", "Delete it for good?")

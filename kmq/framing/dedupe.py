@@ -187,7 +187,7 @@ class DedupeTable:
     def _copy_to_snapshot(self, producer: KnownProducer) -> None:
         """Copy a producer into the pending snapshot, if it is not there yet, before it changes."""
         if producer.generation != self._generation and self._snapshot is not None:
-            self._snapshot.keep(producer)
+            self._snapshot.add(producer)
 
     def _trim(self, producer: KnownProducer, keep: int) -> None:
         ranges, prints = len(producer.firsts), len(producer.prints)

@@ -156,7 +156,7 @@ class TierFile:
         """Return the lines of commits in force, each with the number of its commit: what another file needs to say so."""
         return [line for line in self.text().decode().splitlines()[1:] if not _START.fullmatch(line)]
 
-    def take(self, line: str) -> bool:
+    def apply(self, line: str) -> bool:
         """Take a line into account. Return False if it is damaged, of another log, or does not follow."""
         self.count += 1
         self._cold = ColdPart(-1, [], 0)
@@ -167,30 +167,30 @@ class TierFile:
         if found is None or (found[3], int(found[4])) != (self.log, self.life):
             return False
         if found[2] == "gap":
-            return self._take_gap(found[5])
+            return self._apply_gap(found[5])
         if found[2] == "add":
-            return self._take_row(parse_row(int(found[1]), found[5]))
+            return self._apply_row(parse_row(int(found[1]), found[5]))
         drop = _DROP.fullmatch(found[5])
         if drop is not None and int(drop[1]) > self.before:
             self.drop = line
-            self._take_drop(int(drop[1]))
+            self._apply_drop(int(drop[1]))
         return drop is not None
 
-    def _take_row(self, row: TierRow | None) -> bool:
+    def _apply_row(self, row: TierRow | None) -> bool:
         if row is not None and self.end is not None and row.next <= self.end:
-            return True  # taken before
+            return True  # applied before
         if row is None or not self.follows(row.base):
             return False
         self.rows.append(row)
         self.end, self.last_seq = row.next, row.seqs[1]
         return True
 
-    def _take_drop(self, before: int) -> None:
+    def _apply_drop(self, before: int) -> None:
         self.before = before
         self.rows = [row for row in self.rows if row.next > before]
         self.end = max(before, self.end or 0)
 
-    def _take_gap(self, text: str) -> bool:
+    def _apply_gap(self, text: str) -> bool:
         found = _GAP.fullmatch(text)
         if found is None or int(found[1]) >= int(found[2]):
             return False
@@ -258,7 +258,7 @@ def parse(content: bytes, log: str = "") -> TierFile | None:
     lines.pop()  # without its end it is not there yet
     gaps = [line for line in lines if " gap " in line]
     for line in [*gaps, *(line for line in lines if " gap " not in line)]:  # rows may follow them
-        if not found.take(line):
+        if not found.apply(line):
             return None
     return found
 
@@ -266,7 +266,7 @@ def parse(content: bytes, log: str = "") -> TierFile | None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 _NOTHING = TierFile("", "", 0)
-_known: dict[str, tuple[tuple[int, int, int], TierFile]] = {}  # by path: inode, mtime and size, and what it says
+_cache: dict[str, tuple[tuple[int, int, int], TierFile]] = {}  # by path: inode, mtime and size, and what it says
 
 
 def path_of(directory: str) -> str:
@@ -300,18 +300,18 @@ def of(directory: str) -> TierFile:
     except FileNotFoundError:
         return _NOTHING
     seen = status.st_ino, status.st_mtime_ns, status.st_size
-    known = _known.get(path)
-    if known is None or known[0] != seen:
+    cached = _cache.get(path)
+    if cached is None or cached[0] != seen:
         content = content_of(directory)
         if content is None:
             return _NOTHING
         found = parse(content, label_of(directory)[0])
         if found is None:
             raise DamageError(path, 0, len(content), 0, 0, "does not say which records lie in the store")
-        if len(_known) >= _MOST_CACHED:
-            _known.clear()
-        known = _known[path] = seen, found
-    return known[1]
+        if len(_cache) >= _MOST_CACHED:
+            _cache.clear()
+        cached = _cache[path] = seen, found
+    return cached[1]
 
 
 def append(directory: str, before: TierFile, lines: Sequence[str], is_new: bool) -> TierFile:
@@ -322,7 +322,7 @@ def append(directory: str, before: TierFile, lines: Sequence[str], is_new: bool)
     """
     after = before.copy()
     for line in lines:
-        if not after.take(line):
+        if not after.apply(line):
             raise ValueError(f"{line[:200]!r}: does not follow")
     after.count = before.count + len(lines)
     path = path_of(directory)

@@ -64,13 +64,13 @@ def find_source(store: Store, lineage: str, writer: str) -> CopySource | None:
     Raises CorruptError if there are several, or `lineage` is not there.
     """
     found: list[CopySource] = []
-    known: dict[str, CopySource] = {}
+    sources: dict[str, CopySource] = {}
     for name in [lineage] if lineage else lineages(store):
         commits = CommitLog(store, name, writer)
         if commits.read().number:
-            known[name] = CopySource(name, commits)
-    for name, each in known.items():
-        origin = known.get(each.state.origin)
+            sources[name] = CopySource(name, commits)
+    for name, each in sources.items():
+        origin = sources.get(each.state.origin)
         is_left_over = origin is not None and origin.state.successor != name
         if lineage or not (each.state.successor or is_left_over):
             found.append(each)

@@ -124,8 +124,8 @@ class SmallFiles(NamedTuple):
     """The small files of one moment, by name, and the seqs that router.ckpt and producers.ckpt cover."""
 
     contents: dict[str, bytes]
-    routed: int
-    known: int
+    routed_seq: int
+    producers_seq: int
 
     @classmethod
     def of(cls, data: str, are_all: bool) -> "SmallFiles":
@@ -246,7 +246,7 @@ class Copier:
         found = SmallFiles.of(self.data, are_due and copies_wal)
         if copies_wal:
             self._copy_wal(self._options.durable())
-            if self.copied < max(found.routed, found.known):
+            if self.copied < max(found.routed_seq, found.producers_seq):
                 return False
             self._copy_tables(found)
         is_more, waiting = self._copy_partitions(found)
@@ -333,7 +333,7 @@ class Copier:
             if topic in wanted:
                 seen.add(f"{topic}/{number}")
                 try:
-                    self._copy_table(topic, number, lives[topic], at.start, at.end_offset, found.routed)
+                    self._copy_table(topic, number, lives[topic], at.start, at.end_offset, found.routed_seq)
                 except DamageError as err:
                     self._log.error("tier_table_damaged", topic=topic, partition=number, reason=err)
         gone = {name: row for name, row in self.commits.state.tables.items() if rows and name not in seen}
@@ -382,8 +382,8 @@ class Copier:
         parsed = _parsed(self.data, found)
         if parsed is None:
             return False, 0
-        known, lives = parsed
-        mine = self._partitions.found(state, known, lives)
+        states, lives = parsed
+        mine = self._partitions.found(state, states, lives)
         gone = [row.number("last") for row in state.wal if row.number("last") < reader.first_seq(self.data)]
         is_more = False
         for each in mine:
@@ -421,7 +421,7 @@ class Copier:
 
     def _file(self, name: str, content: bytes, found: SmallFiles) -> CommitLine | None:
         """Copy a file, and return its row; None if the store has this content."""
-        seq = {FILES[0]: found.routed, FILES[1]: found.known}.get(name, 0)
+        seq = {FILES[0]: found.routed_seq, FILES[1]: found.producers_seq}.get(name, 0)
         before, crc = self.commits.state.files.get(name), zlib.crc32(content)
         if before is not None and (before.number("crc"), before.number("bytes")) == (crc, len(content)):
             return None
@@ -487,8 +487,8 @@ class Sweep:
         """Look at the next `count` names. Return the orphans among them, and whether these were the last ones."""
         names = list(islice(self._names, count))
         self._unseen.difference_update(names)
-        known = self._named(state) | {full_key(self._lineage, key) for key in state.dropped}
-        made_by = ((key, _claim_of(key)) for key in names if key not in known)
+        committed = self._named(state) | {full_key(self._lineage, key) for key in state.dropped}
+        made_by = ((key, _claim_of(key)) for key in names if key not in committed)
         return [key for key, claim in made_by if claim is not None and claim < self._claim], len(names) < count
 
     def missing(self, state: TierState) -> list[str]:

@@ -697,7 +697,7 @@ MUTANTS = [
     ),
     Mutant(
         "the checkpoint takes a growth back that it does not know yet",
-        [("kmq/router/declarations.py", " or topics.has_grown(known, topic))", ")")],
+        [("kmq/router/declarations.py", " or topics.has_grown(recorded, topic))", ")")],
         [UNIT_GROWTH],
     ),
     Mutant(
@@ -796,7 +796,7 @@ MUTANTS = [
     ),
     Mutant(
         "tier: without a checkpoint a start deletes segments below the end of the rows",
-        [("kmq/router/recovery.py", "0 if row.known is row.floor else row.known.start", "row.known.start")],
+        [("kmq/router/recovery.py", "0 if row.ckpt is row.floor else row.ckpt.start", "row.ckpt.start")],
         [UNIT_TIER],
     ),
     Mutant(
@@ -885,7 +885,7 @@ MUTANTS = [
     ),
     Mutant(
         "a copy of the rest of a segment is no segment before it has its name",
-        [("kmq/log/segment.py", "return [*(each for each in kept if each < found[0]), *found]", "return found")],
+        [("kmq/log/segment.py", "return [*(each for each in copies if each < found[0]), *found]", "return found")],
         [UNIT_STARTS],
     ),
     Mutant(
@@ -911,7 +911,7 @@ MUTANTS = [
     Mutant(
         "what makes room begins a checkpoint with copies that still have their originals",
         [
-            ("kmq/router/queues.py", " or self._checkpoints.kept:", ":"),
+            ("kmq/router/queues.py", " or self._checkpoints.remnants:", ":"),
             (
                 "kmq/router/queues.py",
                 "for log in due:\n            if self._owed",
@@ -1408,7 +1408,7 @@ MUTANTS = [
     ),
     Mutant(
         "a queue of the size that the checkpoint knows is not looked at",
-        [(PARTITION_RECOVERY, " and ends_as(last.path, last.size, known.last_seq)", "")],
+        [(PARTITION_RECOVERY, " and ends_as(last.path, last.size, ckpt.last_seq)", "")],
         [FILES],
     ),
     Mutant(

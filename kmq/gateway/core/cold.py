@@ -79,7 +79,7 @@ class ColdReads:
         self._lacks_room = lacks_room
         self._objects: dict[str, ColdObject] = {}  # that are not here yet, by path
         self._ahead: dict[str, tuple[ColdObject, float]] = {}  # fetched in: once it is read, the next one is wanted
-        self._asked: SimpleQueue[ColdObject | None] = SimpleQueue()
+        self._queue: SimpleQueue[ColdObject | None] = SimpleQueue()
         self._has_threads, self._opening = False, threading.Lock()
         self._cache: TierCache | None = None
         self._ticking: asyncio.TimerHandle | None = None
@@ -104,10 +104,10 @@ class ColdReads:
     def want(self, err: NotHereError, is_ahead: bool = False) -> ColdObject:
         """Have a row fetched in, and return it at once."""
         found = ColdObject(err)
-        known = self._objects.get(found.path)
-        if known is not None:
-            known.wanted_at = time.monotonic()
-            return known
+        existing = self._objects.get(found.path)
+        if existing is not None:
+            existing.wanted_at = time.monotonic()
+            return existing
         self.waits += not is_ahead
         self._objects[found.path] = found
         self._fetch(found)
@@ -136,7 +136,7 @@ class ColdReads:
         if self._cache is not None:
             self._cache.is_closed = True
         for _ in range(_THREADS):
-            self._asked.put(None)
+            self._queue.put(None)
 
     # --- fetching in -------------------------------------------------------------------------------------------------
 
@@ -145,11 +145,11 @@ class ColdReads:
             self._has_threads, loop = True, asyncio.get_running_loop()
             for _ in range(_THREADS):  # the end of the process does not wait for a request that hangs
                 threading.Thread(target=self._serve, args=(loop,), name="cold", daemon=True).start()
-        self._asked.put(found)
+        self._queue.put(found)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         """Fetch in what is asked for, until None is."""
-        while (found := self._asked.get()) is not None:
+        while (found := self._queue.get()) is not None:
             error: Exception | None = None
             try:
                 self._work(found.err)

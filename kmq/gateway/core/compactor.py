@@ -169,7 +169,7 @@ class Compactor:
         saved = compaction.lay_out(self._data, found.segment, found.offsets, where, step)
         self._log.info("segment_laid_out", segment=found.segment, removed=found.count, saved=saved)
         if self._install_s:
-            self._wait_for_router(lambda: os.path.exists(found.segment.place(self._data)))
+            self._wait_for_router(lambda: os.path.exists(found.segment.outbox_path(self._data)))
         return saved
 
     def _wait_for_router(self, has_left: Callable[[], object]) -> None:

@@ -120,7 +120,7 @@ class Range:
                 offset, begin, piece = first, 0, None
                 if not self._parts:
                     begin_at = max(begins, first)
-                    piece = _holding(segment, begin_at, self._log.known_in(segment, begin_at))
+                    piece = _holding(segment, begin_at, self._log.resume_point(segment, begin_at))
                     if piece is None:
                         _check_whole(segment, begin_at, following)
                         continue
@@ -299,7 +299,7 @@ def _first_of(segment: SegmentReader, log: LogReader, start: int, end: int, max_
     """Return a batch of one segment. Blocks are taken until they are enough, the last one only as far as it fits."""
     begin, last = -1, None
     try:
-        for piece in segment.checked_lines(start, log.known_in(segment, start), log.near_in(segment)):
+        for piece in segment.checked_lines(start, log.resume_point(segment, start), log.near_in(segment)):
             if piece.next_offset <= start:
                 continue
             if last is None:
@@ -394,7 +394,7 @@ class Partition:
             empty = self._owner.empty_at(self)
             return empty, self._owner.reach(self, empty)
         end = self._log.end_offset()
-        return min(self._log.known_first(), end), self._owner.reach(self, end)
+        return min(self._log.first_readable(), end), self._owner.reach(self, end)
 
     def begin(self, offset: int = 0) -> int:
         """Return the start for a reader of `offset`. Raises DamageError if `tier` does not say what lies before it."""
@@ -420,12 +420,12 @@ class Partition:
     def nearest(self, offset: int) -> int:
         """Return this offset, or the first or the end offset if it lies outside. Raises DamageError as `begin` does."""
         end = self.end()
-        start = min(self._log.known_first(), end) if self._log.segments() else end
+        start = min(self._log.first_readable(), end) if self._log.segments() else end
         return min(max(self._known(start, offset), offset), end)
 
     def first_left(self, offset: int) -> int:
         """Return this offset, or the first of the partition if that is higher. Reads no record. Raises as `begin` does."""
-        first = self._log.known_first() if self._log.segments() else self._owner.empty_at(self)
+        first = self._log.first_readable() if self._log.segments() else self._owner.empty_at(self)
         return max(offset, self._known(first, offset))
 
     def locate(self, position: Position) -> int:

@@ -138,7 +138,7 @@ class TopicAdmin:
         """Return the names of all topics in order; `internal`: with those of KMQ itself, which begin with __."""
         check_data(self._data)
         found = await asyncio.to_thread(topics.names, self._data)
-        self._bounds.keep(found)
+        self._bounds.evict_except(found)
         return [name for name in found if internal or not name.startswith("__")]
 
     async def all(self, internal: bool = False) -> list[TopicState]:
@@ -330,7 +330,7 @@ class TopicAdmin:
         _refuse_reserved(name, "deleted")
         before = await self.describe(name)
         request = await asyncio.to_thread(
-            lambda: topic_changes.delete(self._data, name, topics.known_from_seq(self._data, name))
+            lambda: topic_changes.delete(self._data, name, topics.from_seq_of(self._data, name))
         )
         await self._carried_out(request)
         left = await asyncio.to_thread(lambda: self.exists(name) and topics.load(self._data, name))

@@ -136,7 +136,7 @@ class LogCalls:
         after, internal = request.query.get("after", ""), request.query.get("internal", "") == "true"
 
         def read() -> list[dict[str, object]]:
-            self._bounds.keep(found := topics.names(self._data))
+            self._bounds.evict_except(found := topics.names(self._data))
             names = [name for name in found if internal or not name.startswith("__")]
             start = bisect_right(names, after)
             return list(self._bounds.rows(names[start : start + limit]))
@@ -159,7 +159,7 @@ class LogCalls:
             data_id = identity.of_records(self._data) if has_stamps else ""
             names = asked or topics.names(self._data)
             if not asked:
-                self._bounds.keep(names)
+                self._bounds.evict_except(names)
             logs = [
                 self._row(topic, number, has_stamps, micros)
                 for topic in asked or [*names, *wal]
