@@ -332,10 +332,10 @@ class ConsumerCore:
             pending = Pending(b"", now)
             pending.finish()
             return pending
-        asked = self.requests.commit(pairs, now)
-        if asked is not None:
-            self.ask("commit", *commit_parts(asked))
-            return asked
+        request = self.requests.commit(pairs, now)
+        if request is not None:
+            self.ask("commit", *commit_parts(request))
+            return request
         assert self.requests.next_commit is not None
         return self.requests.next_commit
 
@@ -436,8 +436,8 @@ class ConsumerCore:
             self.holdings.deliver_again(batch.place, batch.offset, batch.deliveries, body)
         elif batch.place is not None:
             if batch.overtaken:
-                known, group = self.holdings.overtaken, self.options.group_id
-                known[batch.place] = known.get(batch.place, 0) + batch.overtaken
+                overtaken, group = self.holdings.overtaken, self.options.group_id
+                overtaken[batch.place] = overtaken.get(batch.place, 0) + batch.overtaken
                 text = "%s: %d messages were deleted before group %s had read them"
                 logger().warning(text, batch.place, batch.overtaken, group)
             self.holdings.deliver(batch.place, batch.offset, batch.lines, body)
@@ -451,22 +451,22 @@ class ConsumerCore:
                 self.is_outage_told = False
                 logger().warning("connected again, after %.0f s", now - self.away_since)
             if self.is_managed:
-                is_late, asked = now >= self.expires_at, self.requests.pending_commits()
-                holdings.lose([p for p, owned in holdings.owned.items() if is_late or not owned.is_at(offsets, asked)])
+                is_late, sent = now >= self.expires_at, self.requests.pending_commits()
+                holdings.lose([p for p, owned in holdings.owned.items() if is_late or not owned.is_at(offsets, sent)])
         holdings.lose(place for place, owned in holdings.owned.items() if place not in offsets and not owned.revoked)
         if is_first and self.is_managed:
             self.requests.fence(holdings.owned)
-        kept = {place: owned for place, owned in holdings.owned.items() if place in offsets and not owned.revoked}
-        for place, owned in kept.items():
+        stay = {place: owned for place, owned in holdings.owned.items() if place in offsets and not owned.revoked}
+        for place, owned in stay.items():
             if is_first and not self.is_managed:
                 owned.position = offsets[place]  # as the opening named it, unless retention has moved it
             if is_first:
                 owned.stale = owned.position != offsets[place]
         if is_first:
-            for owned in kept.values():
+            for owned in stay.values():
                 owned.handed_out = 0
-            self.hand_out([(owned, owned.position) for owned in kept.values() if owned.position > owned.committed], now)
-        new = {place: offset for place, offset in offsets.items() if place not in kept}
+            self.hand_out([(owned, owned.position) for owned in stay.values() if owned.position > owned.committed], now)
+        new = {place: offset for place, offset in offsets.items() if place not in stay}
         holdings.grant(new)
         if not self.is_managed:
             hidden = [place for place in new if (self.ends or {}).get(place, 0) is None]

@@ -178,8 +178,8 @@ class LogFile:
         if self.mark is None and self.first_line is not None:
             return size >= self.end and self.first_line == crc32(os.pread(fd, _MARK, 0).partition(b"\n")[0])
         if self.head is not None and not self.end:
-            count, known = self.head
-            return size >= count and crc32(os.pread(fd, count, 0)) == known
+            count, crc = self.head
+            return size >= count and crc32(os.pread(fd, count, 0)) == crc
         return size >= self.end and self.mark in (None, _mark(*_ends(fd, self.end)))
 
     def restart(self) -> None:

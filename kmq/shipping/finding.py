@@ -222,14 +222,14 @@ def forget_ended(watched: FollowedFiles, linger_s: float = LINGER_S) -> None:
     Files that may return are remembered as long as there is room: if they were sent again from the start, lines would
     double.
     """
-    kept = []
+    remaining = []
     for file in watched.files:
         if file.gone_at is None or file.lines or _is_kept(watched, file, linger_s):
-            kept.append(file)
+            remaining.append(file)
         else:
             file.close()
             watched.changes += 1
-    watched.files[:] = kept
+    watched.files[:] = remaining
 
 
 def _is_kept(watched: FollowedFiles, file: LogFile, linger_s: float) -> bool:

@@ -180,17 +180,17 @@ def _look_meanwhile(work: Shipment) -> None:
 def _begin(work: Shipment, from_start: bool) -> None:
     """Read the state, or make the first one. The first state says where the files that exist now begin."""
     with naming(work.path):
-        known = load_state(work.path)
-    if known is None:
+        state = load_state(work.path)
+    if state is None:
         work.name = f"ship-{token_hex(8)}"
         for file in look(work.watched):
             if not from_start and make_ready(work.watched, file):
                 file.start_at_end()
         _save(work)
         return
-    if known.topic != work.topic:
-        raise ConfigError(f"--state {work.path}: belongs to topic {known.topic}; give each topic a state of its own")
-    work.name, work.next_id, work.watched.files[:] = known.name, known.next_id, known.files
+    if state.topic != work.topic:
+        raise ConfigError(f"--state {work.path}: belongs to topic {state.topic}; give each topic a state of its own")
+    work.name, work.next_id, work.watched.files[:] = state.name, state.next_id, state.files
     look(work.watched)
     hold(work.watched)
 

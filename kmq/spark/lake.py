@@ -105,8 +105,8 @@ def rows(
     spark: SparkSession, topic: str, archive: Archive, options: Mapping[str, str], enrich_with: str = ""
 ) -> DataFrame:
     """Return the rows of `table`, given the content of an archive."""
-    if topic not in (known := archive.topics()):
-        raise ConfigError(f"archive={archive.name}: has no topic {topic!r}{nearest(topic, known)}; it has {known}")
+    if topic not in (topics := archive.topics()):
+        raise ConfigError(f"archive={archive.name}: has no topic {topic!r}{nearest(topic, topics)}; it has {topics}")
     if given := [name for name in options if name.lower().startswith(("starting", "ending"))]:
         raise ConfigError(f"{given[0]}: the archive says where the log is read; use a filter of offset or recv_ts")
     convert, columns = _conversion(spark, archive, enrich_with)
@@ -150,10 +150,10 @@ def _conversion(spark: SparkSession, archive: Archive, enrich_with: str) -> tupl
     """Return the conversion of records to rows of the table, and its columns. Raises ConfigError if they differ."""
     found = archive.table
     fields = kept_schema(f"{found.path}/.kmq")
-    asked: ArchiveOptions = {"schema": NONE if fields is None else INFER, "enrich_with": enrich_with}
-    asked |= {"bad": "keep" if "reason" in found.columns else "drop", "rest": "rest" in found.columns}
-    asked = complete(ArchiveOptions, asked)
-    convert = ArchiveRows(asked, fields, enriching(enrich_with))
+    options: ArchiveOptions = {"schema": NONE if fields is None else INFER, "enrich_with": enrich_with}
+    options |= {"bad": "keep" if "reason" in found.columns else "drop", "rest": "rest" in found.columns}
+    options = complete(ArchiveOptions, options)
+    convert = ArchiveRows(options, fields, enriching(enrich_with))
     columns = convert.columns(spark)
     made = stores.described(stores.arrow_schema(columns), widened=found.format == ICEBERG)
     if what := stores.differing(found.columns, made):
@@ -228,8 +228,8 @@ def _before(
     `is_dated`: column `date` is that of recv_ts. A table without files from before a day has no record that was
     received before it, because recv_ts never goes back.
     """
-    known = archive.begins or {}
-    begins = {key: known.get((identities[key[0]], *key[1:]), plan.least(topic)) for key in seam}
+    begins_of = archive.begins or {}
+    begins = {key: begins_of.get((identities[key[0]], *key[1:]), plan.least(topic)) for key in seam}
     found = archive.table
     places = [stores.partition_values(file.removeprefix(found.path)) for file in found.files]
     dates = [place.get("date") for place in places if place.get("topic", topic) == topic]
@@ -248,10 +248,10 @@ def _read(
     spark: SparkSession, options: Mapping[str, str], topic: str, spans: Sequence[OffsetSpan], bounds: Bounds
 ) -> DataFrame:
     """Return the records of these ranges."""
-    asked = {span.key: (span.start, span.end) for span in spans}
+    edges_of = {span.key: (span.start, span.end) for span in spans}
     edges: tuple[ends.Table, ends.Table] = ({}, {})
     for broker, name, partition in bounds:
-        for table, offset in zip(edges, asked.get((broker, name, partition), (LATEST, LATEST)), strict=True):
+        for table, offset in zip(edges, edges_of.get((broker, name, partition), (LATEST, LATEST)), strict=True):
             address = broker.split(",")[0]  # of a shard
             table.setdefault(address, {}).setdefault(name, {})[str(partition)] = offset
     starting, ending = map(json.dumps, edges)

@@ -378,7 +378,13 @@ MUTANTS = [
     ),
     Mutant(
         "kafka: a state in front of a long log is not written again",
-        [("kmq/gateway/kafka/transaction_writer.py", "known.get(txn.id) is txn and not txn.is_changing", "False")],
+        [
+            (
+                "kmq/gateway/kafka/transaction_writer.py",
+                "transactions.get(txn.id) is txn and not txn.is_changing",
+                "False",
+            )
+        ],
         [f"{TXN_LIMITS}::test_states_are_written_again_and_what_lies_before_them_is_deleted"],
     ),
     Mutant(

@@ -153,11 +153,11 @@ class Compactor:
 
     def _note(self, table: CompactedTopic, place: SyncedPartition, comparison: KeyComparison, removed: int) -> None:
         """Note a complete pass. Notes of other lives of a topic, or of topics no longer compacted, are removed."""
-        kept = comparison.nbytes - removed
+        bytes_left = comparison.nbytes - removed
         if not comparison.sealed:
             return
-        done = Pass(table.from_seq, comparison.sealed[-1].end, kept, comparison.young, int(time.time()))
-        lives = {known.name: known.from_seq for known in self._tables.found()}
+        done = Pass(table.from_seq, comparison.sealed[-1].end, bytes_left, comparison.young, int(time.time()))
+        lives = {each.name: each.from_seq for each in self._tables.found()}
         rows = {at: row for at, row in passes.read(self._data).items() if lives.get(at[0]) == row.from_seq}
         passes.write(self._data, rows | {(table.name, place.partition): done})
 

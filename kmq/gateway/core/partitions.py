@@ -194,9 +194,9 @@ def _check_whole(segment: SegmentReader, offset: int, following: int) -> None:
         raise segment.damage(segment.size, segment.size, offset, following, "the log ends before the next segment")
 
 
-def _holding(segment: SegmentReader, offset: int, known: LineStart) -> CheckedLines | None:
+def _holding(segment: SegmentReader, offset: int, near: LineStart) -> CheckedLines | None:
     """Return the lines of the block with the first record at `offset` or later, from that record on."""
-    for piece in segment.checked_lines(offset, known):
+    for piece in segment.checked_lines(offset, near):
         if piece.next_offset > offset:
             lines = _rest(piece, offset, segment.by_seq)
             first = record.seq_of(lines) if segment.by_seq else max(offset, piece.offset)
@@ -222,19 +222,19 @@ def _last_block_end(segment: SegmentReader, piece: CheckedLines, limit: int) -> 
     return piece.next_offset
 
 
-def _end(segment: SegmentReader, known: LineStart, end: int) -> tuple[int, int]:
+def _end(segment: SegmentReader, near: LineStart, end: int) -> tuple[int, int]:
     """Return (byte, offset) where the records before `end` stop, given the start of an earlier line."""
     with suppress(DamageError):
-        return _stop(segment, end, known, end)
-    return _stop(segment, known[0], known, end, known[1] + PIECE_BYTES)
+        return _stop(segment, end, near, end)
+    return _stop(segment, near[0], near, end, near[1] + PIECE_BYTES)
 
 
-def _stop(segment: SegmentReader, offset: int, known: LineStart, end: int, limit: int = _NEVER) -> tuple[int, int]:
+def _stop(segment: SegmentReader, offset: int, near: LineStart, end: int, limit: int = _NEVER) -> tuple[int, int]:
     """Return the same as `_end` by reading from record `offset` on, at most to byte `limit` or to damage."""
-    following, stop = known
+    following, stop = near
     found = False
     try:
-        for piece in segment.checked_lines(offset, known):
+        for piece in segment.checked_lines(offset, near):
             found, following, stop = True, piece.next_offset, piece.position + len(piece.lines)
             if following >= end:
                 return stop - (len(_rest(piece, end, segment.by_seq)) if following > end else 0), end
@@ -354,8 +354,8 @@ class Partition:
         with suppress(FileNotFoundError):
             found = os.stat(self.directory)
             seen = found.st_ino, found.st_mtime_ns
-            known, active = self._active
-            if known != seen:
+            cached, active = self._active
+            if cached != seen:
                 segments = self._log.segments()
                 active = segments[-1][1] if segments else ""
                 self._active = seen if is_settled(seen) else (), active
@@ -477,10 +477,10 @@ class Partition:
         self.check()
         return self._owner.look(Range, self._log, start, end)
 
-    def take(self, asked: Range) -> Span | None:
+    def take(self, selection: Range) -> Span | None:
         """Return the next span of a range. Raises DamageError; FileNotFoundError if a new range has to be asked for."""
         try:
-            return asked.take()
+            return selection.take()
         except DamageError as err:
             if self._owner.removed_from_cache(err):
                 raise FileNotFoundError(f"{err.path}: has to be fetched in again") from err

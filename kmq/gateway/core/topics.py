@@ -301,8 +301,8 @@ class TopicAdmin:
             )
 
     async def _grow(self, name: str, partitions: int) -> None:
-        asked = {"partitions": str(partitions)}
-        request = await asyncio.to_thread(topic_changes.submit, self._data, topic_changes.GROW, name, asked)
+        changes = {"partitions": str(partitions)}
+        request = await asyncio.to_thread(topic_changes.submit, self._data, topic_changes.GROW, name, changes)
         await self._carried_out(request)
         if (await asyncio.to_thread(topics.load, self._data, name))[0] < partitions:
             raise RequestRefused("internal", f"topic {name!r}: has not grown; see event request_refused in the log")
@@ -318,9 +318,9 @@ class TopicAdmin:
         _check_letters(name, limits)
         return topic_changes.submit(self._data, topic_changes.SET, name, limits)
 
-    def _check_tier(self, name: str, asked: Mapping[str, str], own: Mapping[str, str]) -> None:
+    def _check_tier(self, name: str, changes: Mapping[str, str], own: Mapping[str, str]) -> None:
         try:
-            topics.check_tier(self._data, name, asked, own, bool(self._broker.settings.shard))
+            topics.check_tier(self._data, name, changes, own, bool(self._broker.settings.shard))
         except ConfigError as err:
             field = "cleanupPolicy" if str(err).startswith("cleanup") else "tier"
             raise bad_field(field, str(err).partition(": ")[2]) from None

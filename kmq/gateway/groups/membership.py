@@ -208,14 +208,14 @@ class Groups:
         topic, or if it has committed in all older partitions, except where its first commit is still being written.
         """
         groups = set(self.coordinator.subscribers(topic))
-        known = min([before, *(each.before for each in self._beginning if each.topic == topic)])
-        older = [(topic, number) for number in range(known)]
+        oldest = min([before, *(each.before for each in self._beginning if each.topic == topic)])
+        older = [(topic, number) for number in range(oldest)]
         if older:
             found = ((group, self.store.committed(group)) for group in self.store.groups())
             groups |= {group for group, rows in found if all(place in rows for place in older)}
         young = [(topic, number) for number in range(before, self.partitions_of[topic])]
-        asked = {group: [p for p in young if p not in self.store.committed(group)] for group in sorted(groups)}
-        return {group: {place: OffsetCommit(0) for place in places} for group, places in asked.items() if places}
+        uncommitted = {group: [p for p in young if p not in self.store.committed(group)] for group in sorted(groups)}
+        return {group: {place: OffsetCommit(0) for place in places} for group, places in uncommitted.items() if places}
 
     async def _begin(self, beginning: Beginning, rows: dict[str, dict[Partition, OffsetCommit]]) -> None:
         """Commit offset 0 for groups in young partitions. No member is assigned them before that is on disk."""
@@ -402,20 +402,20 @@ class Groups:
                 coordinator.check_commit(group, member, generation, rows, time.monotonic())
         if generation is None:
             generation = coordinator.generation(group, name) or 0
-        known = self.store.committed(group)
+        committed = self.store.committed(group)
         anew = {
             place: 0 if is_seek else row.offset
             for place, row in rows.items()
-            if is_seek or (member is None and (place not in known or row.offset < known[place].offset))
+            if is_seek or (member is None and (place not in committed or row.offset < committed[place].offset))
         }
         ahead = {
             place: row
             if place in anew
             else row._replace(offset=after_letters(self.store.nacks(group, *place), row.offset))
             for place, row in rows.items()
-            if place not in known
+            if place not in committed
             or place in anew
-            or row.offset >= known[place].offset
+            or row.offset >= committed[place].offset
             or not self._is_of_one(group, name, place, row.offset - 1)
         }
         # A message delivered while the commit is being written is not done by it.
@@ -448,10 +448,10 @@ class Groups:
 
         It reads everything from the group's offset on, in order. Given-back messages before that offset wait.
         """
-        known, rows = self.store.committed(group).get(place), self.store.nacks(group, *place)
-        if not rows or known is None or not self._is_kafka(group, member):
+        committed, rows = self.store.committed(group).get(place), self.store.nacks(group, *place)
+        if not rows or committed is None or not self._is_kafka(group, member):
             return []
-        return [at for at, row in rows.items() if known.offset <= at < offset and not row.letter]
+        return [at for at, row in rows.items() if committed.offset <= at < offset and not row.letter]
 
     def _is_kafka(self, group: str, member: str) -> bool:
         options = self.coordinator.options(group, member)
@@ -487,17 +487,17 @@ class Groups:
 
         Until they are due, the member can show that it has them (polling.py). Return True if there are any.
         """
-        known, is_any = self.store.committed(group), False
+        committed, is_any = self.store.committed(group), False
         for place, row in rows.items():
-            first = known[place].offset if place in known else 0
+            first = committed[place].offset if place in committed else 0
             for answer, offsets in self.deliveries.answers.commit(group, member, place, row.offset):
                 nacks, now = self.store.nacks(group, *place), self.store.now_s()
-                kept = [offset for offset in offsets if first <= offset < row.offset and offset not in nacks]
+                unconfirmed = [offset for offset in offsets if first <= offset < row.offset and offset not in nacks]
                 nack = NackRow(0, now + _ARRIVAL_S, _ON_THE_WAY, first=now)
-                await self.store.nack(group, *place, dict.fromkeys(kept, nack))
+                await self.store.nack(group, *place, dict.fromkeys(unconfirmed, nack))
                 answer.new.pop(place, None)
-                answer.rows[place] = [*answer.rows.get(place, ()), *kept]
-                is_any |= bool(kept)
+                answer.rows[place] = [*answer.rows.get(place, ()), *unconfirmed]
+                is_any |= bool(unconfirmed)
         if is_any:
             self.wake(group)
         return is_any

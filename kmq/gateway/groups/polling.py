@@ -236,12 +236,12 @@ class Pollers:
         """
         wanted = set(topics)
         async with self._joining:
-            known = self._members.get((group, name or ""))
-            asked = options(MemberOptions(tuple(sorted(wanted)), keeps_topics=True))
-            if known is not None and not known.ended and asked.keeps_topics and wanted <= known.topics:
-                return known
-            if known is not None and not known.ended:
-                poller = known
+            existing = self._members.get((group, name or ""))
+            wish = options(MemberOptions(tuple(sorted(wanted)), keeps_topics=True))
+            if existing is not None and not existing.ended and wish.keeps_topics and wanted <= existing.topics:
+                return existing
+            if existing is not None and not existing.ended:
+                poller = existing
             else:
                 reader = Reader(self._fetching, self._groups, self._redelivery, group, name or "")
                 poller = Poller(self._groups, reader)
@@ -251,9 +251,9 @@ class Pollers:
                 if isinstance(event, Ended) and self._members.get((group, poller.id)) is poller:
                     del self._members[group, poller.id]
 
-            poller.reader.member = await self._groups.join(group, name, client, asked, on_event)
+            poller.reader.member = await self._groups.join(group, name, client, wish, on_event)
             poller.ended = ""
-            poller.topics = poller.topics | wanted if asked.keeps_topics else wanted
+            poller.topics = poller.topics | wanted if wish.keeps_topics else wanted
             self._members[group, poller.id] = poller
             return poller
 

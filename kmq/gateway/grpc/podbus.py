@@ -163,7 +163,7 @@ class PodBus:
     def _cache_feed(self, offset: int, feed: Feed) -> None:
         """Keep the read-ahead records for the consumer's next call, within _FEEDS and _KEPT_BYTES."""
         self._feeds[offset] = feed
-        while len(self._feeds) > _FEEDS or sum(kept.weight for kept in self._feeds.values()) > _KEPT_BYTES:
+        while len(self._feeds) > _FEEDS or sum(each.weight for each in self._feeds.values()) > _KEPT_BYTES:
             self._feeds.popitem(last=False)
 
     async def consume_stream(self, request: Any, call: GrpcCall | None) -> AsyncGenerator[Any, None]:

@@ -193,10 +193,10 @@ class GroupCalls:
         body = await read_body(self._bodies, call, "JoinGroup")
 
         def options(default: MemberOptions) -> MemberOptions:
-            asked = default._replace(keeps_topics=False)
+            wanted = default._replace(keeps_topics=False)
             if "assignor" in body:
-                asked = asked._replace(assignors=(body["assignor"],))
-            return asked._replace(session_s=body["sessionMs"] / 1000) if "sessionMs" in body else asked
+                wanted = wanted._replace(assignors=(body["assignor"],))
+            return wanted._replace(session_s=body["sessionMs"] / 1000) if "sessionMs" in body else wanted
 
         name = body.get("member")
         client = Client(name or "http", call.request.remote or "")

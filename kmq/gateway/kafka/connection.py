@@ -260,7 +260,7 @@ class Call(NamedTuple):
 
     async def each(
         self,
-        asked: Iterable[Any],
+        items: Iterable[Any],
         name: Callable[[Any], dict[str, Any]],
         work: Callable[[Any], Awaitable[Fields | None]],
         code_of: Callable[[RequestRefused], ErrorCode],
@@ -278,7 +278,7 @@ class Call(NamedTuple):
                 self.errors.append(code_of(err))
                 return name(each) | {"error_code": self.errors[-1], "error_message": str(err)}
 
-        rows, waiting = list[Fields](), [*asked]
+        rows, waiting = list[Fields](), [*items]
         for first in range(0, len(waiting), at_once):
             rows += await asyncio.gather(*map(answer, waiting[first : first + at_once]))
         return rows

@@ -193,14 +193,14 @@ class ProduceHandler:
 
     async def _describe_producers(self, call: Call) -> Fields:
         """Answer DescribeProducers: producers of a partition in this life of the gateway, with their last sequence."""
-        known: dict[tuple[int, int], list[Fields]] = {}
+        producers: dict[tuple[int, int], list[Fields]] = {}
         for (pid, _, number), name in self._names.items():
             from_seq = name.from_seq
             if name.last and name.last_known():
                 row = {"producer_id": pid, "producer_epoch": _epoch_of(name.last), "last_timestamp": name.timestamp}
                 # Records of an open transaction are not in the partition yet, so there is no offset at which it begins.
                 row |= {"last_sequence": (name.last - 1) % _SEQUENCES, "coordinator_epoch": -1}
-                known.setdefault((from_seq, number), []).append(row | {"current_txn_start_offset": -1})
+                producers.setdefault((from_seq, number), []).append(row | {"current_txn_start_offset": -1})
 
         def part(topic: str, number: int) -> Fields:
             code, text, found = ErrorCode.none, None, list[Fields]()
@@ -208,14 +208,14 @@ class ProduceHandler:
                 count, from_seq = self._core.partitions.declared(topic)
                 if not 0 <= number < count or from_seq is None:
                     raise RequestRefused("unknown_partition", f"{topic} has no partition {number}")
-                found = known.get((from_seq, number), found)
+                found = producers.get((from_seq, number), found)
             except RequestRefused as err:
                 code, text = wire.code_of(err), str(err)
                 call.errors.append(code)
             return {"partition_index": number, "error_code": code, "error_message": text, "active_producers": found}
 
-        asked = [(topic.name, topic.partition_indexes) for topic in call.body.topics]
-        return {"topics": [{"name": name, "partitions": [part(name, n) for n in numbers]} for name, numbers in asked]}
+        wanted = [(topic.name, topic.partition_indexes) for topic in call.body.topics]
+        return {"topics": [{"name": name, "partitions": [part(name, n) for n in numbers]} for name, numbers in wanted]}
 
     # --- produce -----------------------------------------------------------------------------------------------------
 
@@ -361,7 +361,7 @@ class ProduceHandler:
             while True:
                 if name.last is None:
                     name.last = await self._units.last_id(label)
-                known = name.last, name.refused
+                before = name.last, name.refused
                 first_id = _first_id(batch.producer_epoch, batch.base_sequence, name.last_known())
                 refused = _judge(batch, first_id, name) or await self._judge_first(part, batch, name)
                 if refused is not None:
@@ -374,7 +374,7 @@ class ProduceHandler:
                 async with self._rendering:
                     await self._units.room()
                     lines = await self._lines(part, batch, label, first_id, held)
-                    if (name.last, name.refused) == known:  # no earlier batch was refused meanwhile
+                    if (name.last, name.refused) == before:  # no earlier batch was refused meanwhile
                         after = min(name.last_known(), first_id - 1)
                         task = self._send_lines(label, part, batch, from_seq, lines, name, first_id, after, held)
                         break
@@ -435,8 +435,8 @@ class ProduceHandler:
             units.append(link.send(label, text, count, on_refused, after))
             first_id += count
             after = first_id - 1
-        kept = from_seq if lines.is_exact else None
-        finish = self._finish(part, batch, kept, units, held)
+        exact_from = from_seq if lines.is_exact else None
+        finish = self._finish(part, batch, exact_from, units, held)
         if name is not None:
             finish = _settled(finish, units, name, first_id - batch.record_count)
         task = self._in_task(finish, name)
@@ -516,10 +516,10 @@ def _first_id(epoch: int, base_sequence: int, last: int) -> int:
     before = epoch * _EPOCH_IDS
     wraps, sequence = 0, base_sequence
     if last > before:
-        wraps, known = divmod(last - before - 1, _SEQUENCES)
-        if known - sequence > _SEQUENCES // 2:
+        wraps, expected = divmod(last - before - 1, _SEQUENCES)
+        if expected - sequence > _SEQUENCES // 2:
             wraps += 1
-        elif sequence - known > _SEQUENCES // 2 and wraps:
+        elif sequence - expected > _SEQUENCES // 2 and wraps:
             wraps -= 1
     return before + wraps * _SEQUENCES + sequence + 1
 

@@ -127,7 +127,7 @@ def value_of(name: str, options: Mapping[str, int | str], own: Iterable[str] = (
     if name.startswith("local.") and option.option not in own:
         return str(_AS_TOTAL)
     if option.kind == BOOLEAN:
-        return next(text for text, kept in _SWITCH.items() if kept == value)
+        return next(text for text, setting in _SWITCH.items() if setting == value)
     if name == "cleanup.policy" and value == "compact":
         has_own = any(options[limit] != UNLIMITED for limit in _RETENTION if limit in own)
         return _BOTH if has_own else "compact"
@@ -142,19 +142,19 @@ def options_of(
 ) -> dict[str, Value]:
     """Return changed settings as options; None: the topic's own value is removed. Raises RequestRefused."""
     options: dict[str, Value] = {}
-    kept = {} if before is None else kept_settings(before.options)
+    settings = {} if before is None else kept_settings(before.options)
     for name, text in changes.items():
         if name in TOPIC_SETTINGS:
             options[TOPIC_SETTINGS[name].option] = None if text is None else _parsed(name, text)
         elif text is None or text == fixed.get(name, (0, None))[1]:
-            kept.pop(name, None)
+            settings.pop(name, None)
         elif name in _KEPT:
-            kept[name] = _legal(name, text, fixed)
+            settings[name] = _legal(name, text, fixed)
         elif name in fixed:
             raise bad_field(name, f"is always {fixed[name][1]!r}")
         else:
             raise bad_field(name, f"is not known here; there are {', '.join([*TOPIC_SETTINGS, *_KEPT])}")
-    text = ";".join(f"{name}={value}" for name, value in sorted(kept.items()))
+    text = ";".join(f"{name}={value}" for name, value in sorted(settings.items()))
     if text != ("" if before is None else before.options["kafkaSettings"]):
         options["kafkaSettings"] = text or None
     try:
@@ -164,14 +164,14 @@ def options_of(
         raise bad_field(name, str(err).partition(": ")[2]) from None
     own = {} if before is None else {name: before.options[name] for name in before.own}
     own = {name: value for name, value in (own | options).items() if value is not None}
-    asked = changes.get("cleanup.policy")
-    if asked is None and before is not None and "cleanup.policy" not in changes:
-        asked = value_of("cleanup.policy", before.options, before.own)
+    policy = changes.get("cleanup.policy")
+    if policy is None and before is not None and "cleanup.policy" not in changes:
+        policy = value_of("cleanup.policy", before.options, before.own)
     if own.get("cleanupPolicy") == "compact":
         has_retention = any(own.get(limit, UNLIMITED) != UNLIMITED for limit in _RETENTION)
-        if has_retention and "delete" not in str(asked):
+        if has_retention and "delete" not in str(policy):
             raise bad_field("cleanup.policy", f"compact with a retention deletes rows; say {_BOTH}, or no retention")
-        if not has_retention and "delete" in str(asked):
+        if not has_retention and "delete" in str(policy):
             raise bad_field("cleanup.policy", f"{_BOTH} needs retention.ms or retention.bytes")
     return options
 

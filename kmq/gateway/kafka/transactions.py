@@ -136,15 +136,15 @@ class Transactions(ApiHandler):
 
     async def run(self) -> None:
         """Finish the transactions that former lives have decided, then enforce limits, until cancelled."""
-        told = ""
+        last_error = ""
         while not self.recovered.is_set():
             try:
                 await self._recover()
                 self.recovered.set()
                 self.may_serve_groups.set()
             except (KmqError, DamageError, OSError) as err:
-                if str(err) != told:
-                    told = str(err)
+                if str(err) != last_error:
+                    last_error = str(err)
                     groups = "" if self.may_serve_groups.is_set() else "groups and "
                     effect = f"{groups}transactions are not served; tried again"
                     self._log.error("kafka_transactions_not_read", reason=err, effect=effect)
@@ -158,10 +158,10 @@ class Transactions(ApiHandler):
                 await self._forget_idle()
                 try:
                     await self._trim()
-                    told = ""
+                    last_error = ""
                 except (KmqError, OSError) as err:
-                    if isinstance(err, RetryError) and str(err) != told:
-                        told = str(err)
+                    if isinstance(err, RetryError) and str(err) != last_error:
+                        last_error = str(err)
                         effect = "what transactions have held back stays on disk; tried again"
                         self._log.warn("kafka_transactions_kept", reason=err, effect=effect)
                 with suppress(KmqError, OSError, TransactionRefused):
@@ -597,7 +597,7 @@ class Transactions(ApiHandler):
 
     async def _finish(self, txn: Transaction) -> None:
         """Copy a committed transaction to its topics, and retry until that works. Raises RequestRefused (stopping)."""
-        told, decided = "", txn.last
+        last_error, decided = "", txn.last
         while True:
             try:
                 async with self._copying:
@@ -609,8 +609,8 @@ class Transactions(ApiHandler):
             except (KmqError, DamageError, OSError, ValueError) as err:
                 if isinstance(err, RequestRefused) and err.code == "stopping":
                     raise
-                if str(err) != told:
-                    told = str(err)
+                if str(err) != last_error:
+                    last_error = str(err)
                     effect = "its producer waits; tried again"
                     self._log.warn("kafka_commit_waits", id=txn.id, pid=txn.pid, reason=err, effect=effect)
                 await asyncio.sleep(_RETRY_S)

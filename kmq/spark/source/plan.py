@@ -507,8 +507,8 @@ class Bytes:
         at = max(1, bisect_right(places, offset)) - 1
         if at + 1 < len(places):
             return mark * (at + (offset - places[at]) / (places[at + 1] - places[at]))
-        known = places[at] - places[0]  # after the last place: assume the same density as before it
-        density = mark * at / known if known else _LINE_BYTES
+        measured = places[at] - places[0]  # after the last place: assume the same density as before it
+        density = mark * at / measured if measured else _LINE_BYTES
         return mark * at + density * (offset - places[at])
 
 

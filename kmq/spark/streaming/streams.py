@@ -125,8 +125,8 @@ def _check(query: "StreamingQuery", batches: Any, on_late: str) -> None:
     for batch in batches if on_late == FAIL else ():
         progress = json.loads(batch.json()) if batch is not None else {}
         if missing := dropped(progress):
-            kept = "its other rows were sent already"
-            raise LateError(query.name or "stream", progress["batchId"], missing, kept)
+            effect = "its other rows were sent already"
+            raise LateError(query.name or "stream", progress["batchId"], missing, effect)
 
 
 def check_checkpoint(path: str, name: str) -> None:
