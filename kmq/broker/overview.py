@@ -60,8 +60,8 @@ class Event(NamedTuple):
 class _Counted:
     """Events that clients caused under one name since the last report."""
 
-    def __init__(self, kind: str, told_at: float) -> None:
-        self.kind, self.told_at, self.count, self.last = kind, told_at, 0, ""
+    def __init__(self, kind: str, reported_at: float) -> None:
+        self.kind, self.reported_at, self.count, self.last = kind, reported_at, 0, ""
 
 
 def _times(count: int) -> str:
@@ -103,9 +103,9 @@ class Events:
         now = self._clock()
         with self._lock:
             for name, event in self._counted.items():
-                if event.count and now - event.told_at >= _COALESCED_S:
+                if event.count and now - event.reported_at >= _COALESCED_S:
                     self.add(event.kind, name, f"{_times(event.count)}: {event.last}")
-                    event.told_at, event.count = now, 0
+                    event.reported_at, event.count = now, 0
 
     def after(self, id: int = 0) -> list[Event]:
         """Return the events with higher ids, in order."""

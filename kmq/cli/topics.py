@@ -37,7 +37,7 @@ _ENV = {row.attribute: row.env for row in SETTINGS if row.attribute != "tier"} |
 _BYTES = ((" GiB", 1 << 30), (" MiB", 1 << 20), (" KiB", 1 << 10), (" B", 1))
 _AGES = (("d", 86400.0), ("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001))
 _NAME = typer.Argument(help="A topic; see kmq topics list.")
-_KEPT = "The WAL keeps the messages until its retention deletes them"
+_WAL_HINT = "The WAL keeps the messages until its retention deletes them"
 
 
 def _require(settings: Settings, name: str) -> None:
@@ -526,7 +526,7 @@ def delete(
         if not yes:
             raise ConfigError(f"topic {name}: give --yes to delete it with its messages at {there.url}")
         _ask_topic("DELETE", name)
-        print(f"topic {name}: deleted, and its space is free. {_KEPT}")
+        print(f"topic {name}: deleted, and its space is free. {_WAL_HINT}")
         return
     _require(settings, name)
     _require_leader(settings)
@@ -543,7 +543,7 @@ def delete(
         if topics.load(settings.data, name)[1] == found["from_seq"]:
             raise KmqError(f"topic {name}: was not deleted; the log of the broker says why (event request_refused)")
         what += "; a message has created it again"
-    print(f"{what}: deleted, and their space is free. {_KEPT}")
+    print(f"{what}: deleted, and their space is free. {_WAL_HINT}")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -104,7 +104,7 @@ class ConsumerCore:
         self.has_others = False  # this client has other addresses besides that of this connection
         self.phase = Phase.AWAY
         self.away_since, self.away_reason = time.monotonic(), "not connected yet"
-        self.is_outage_told = False
+        self.is_outage_logged = False
         self.errors: deque[KmqError] = deque()  # of fetches and seeks, for the application
         self.failed: KmqError | None = None  # why the consumer has ended
         self.fetch_until: float | None = None  # when the reply to the pending fetch is overdue
@@ -199,8 +199,8 @@ class ConsumerCore:
             self.phase, self.away_since = Phase.AWAY, time.monotonic()
         self.away_reason = reason
         away_s = time.monotonic() - self.away_since
-        if away_s >= STALL_S and not self.is_outage_told and self.failed is None:
-            self.is_outage_told = True
+        if away_s >= STALL_S and not self.is_outage_logged and self.failed is None:
+            self.is_outage_logged = True
             logger().warning("not connected for %.0f s, and tries again: %s", away_s, reason)
         self.fetch_until, self.is_dry = None, False
         self.holdings.disconnected()
@@ -447,8 +447,8 @@ class ConsumerCore:
         is_first = self.phase is Phase.JOINING
         if is_first:
             self.phase = Phase.READING
-            if self.is_outage_told:
-                self.is_outage_told = False
+            if self.is_outage_logged:
+                self.is_outage_logged = False
                 logger().warning("connected again, after %.0f s", now - self.away_since)
             if self.is_managed:
                 is_late, sent = now >= self.expires_at, self.requests.pending_commits()

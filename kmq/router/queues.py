@@ -71,7 +71,7 @@ class Retention:
         self._tiering = tiering
         self.rolled_at = -ROLL_NS  # when `roll_over` ran last
         self._left: list[tuple[str, int]] = []  # logs that `roll_over` has not looked at yet
-        self._postponed, self._told_postponed = 0, False  # logs that `roll_over` had no room to seal
+        self._postponed, self._has_reported = 0, False  # logs that `roll_over` had no room to seal
         self._owed: dict[PartitionLog, _Owed] = {}  # start offsets to be moved
         self._tried_again_at = 0  # when postponed moves were tried last
 
@@ -111,10 +111,10 @@ class Retention:
                 rolled += 1
         if self._left:
             return
-        if self._postponed and not self._told_postponed:
+        if self._postponed and not self._has_reported:
             effect = "retention waits until the roll succeeds"
             self._context.logger.warn("roll_postponed", queues=self._postponed, reason="no room", effect=effect)
-        self._told_postponed = bool(self._postponed)
+        self._has_reported = bool(self._postponed)
         self.rolled_at = time.monotonic_ns() - ROLL_NS * bool(self._postponed)
 
     def _written_at(self, topic: str, partition: int, state: PartitionState) -> int:
@@ -256,9 +256,9 @@ class Retention:
         return self._context.has_room(nbytes + sum(each.segment.size for each in self._checkpoints.remnants))
 
     def _postpone(self, log: PartitionLog, why: str) -> None:
-        offset, is_told = self._owed[log]
+        offset, is_reported = self._owed[log]
         self._owed[log] = _Owed(offset, is_postponed=True)
-        if not is_told:
+        if not is_reported:
             effect = "only whole segments are deleted; the rest when there is room"
             names = {"topic": log.topic, "partition": log.number, "offset": offset}
             self._context.logger.warn("start_postponed", **names, reason=why, effect=effect)

@@ -40,7 +40,7 @@ from kmq.spark import tables
 from kmq.spark.connections import nearest
 from kmq.spark.pipelines.archive import READ, ArchiveRows, enriching
 from kmq.spark.pipelines.options import INFER, NONE, ArchiveOptions, complete
-from kmq.spark.pipelines.payloads import kept_schema
+from kmq.spark.pipelines.payloads import read_schema
 from kmq.spark.source import ends, plan
 from kmq.spark.source.ends import EARLIEST, LATEST
 from kmq.spark.source.options import ReadOptions
@@ -149,7 +149,7 @@ def history(spark: SparkSession, archive: str) -> Callable[[str, Mapping[str, st
 def _conversion(spark: SparkSession, archive: Archive, enrich_with: str) -> tuple[ArchiveRows, StructType]:
     """Return the conversion of records to rows of the table, and its columns. Raises ConfigError if they differ."""
     found = archive.table
-    fields = kept_schema(f"{found.path}/.kmq")
+    fields = read_schema(f"{found.path}/.kmq")
     options: ArchiveOptions = {"schema": NONE if fields is None else INFER, "enrich_with": enrich_with}
     options |= {"bad": "keep" if "reason" in found.columns else "drop", "rest": "rest" in found.columns}
     options = complete(ArchiveOptions, options)

@@ -425,7 +425,7 @@ MUTANTS = [
     ),
     Mutant(
         "kafka: a batch does not say which one it follows",
-        [("kmq/gateway/kafka/producing.py", "after = min(name.last_known(), first_id - 1)", "after = 0")],
+        [("kmq/gateway/kafka/producing.py", "after = min(name.last_stored(), first_id - 1)", "after = 0")],
         ["tests/unit/test_kafka_units.py"],
     ),
     Mutant(
@@ -1468,7 +1468,7 @@ MUTANTS = [
         [
             (
                 "kmq/gateway/groups/membership.py",
-                "if await self._keep_on_the_way(group, name, rows) or has_waited",
+                "if await self._write_on_the_way(group, name, rows) or has_waited",
                 "if has_waited",
             )
         ],

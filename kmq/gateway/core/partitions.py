@@ -92,7 +92,7 @@ class Range:
         self._spans = self._check()
         self._lock = threading.Lock()  # a request that is cancelled closes while a thread may be taking a span still
 
-    def take(self) -> Span | None:
+    def next_span(self) -> Span | None:
         """Return the next span; None at the end. Raises DamageError once all earlier good records are taken."""
         with self._lock:
             return next(self._spans, None)
@@ -477,10 +477,10 @@ class Partition:
         self.check()
         return self._owner.look(Range, self._log, start, end)
 
-    def take(self, selection: Range) -> Span | None:
+    def next_span(self, selection: Range) -> Span | None:
         """Return the next span of a range. Raises DamageError; FileNotFoundError if a new range has to be asked for."""
         try:
-            return selection.take()
+            return selection.next_span()
         except DamageError as err:
             if self._owner.removed_from_cache(err):
                 raise FileNotFoundError(f"{err.path}: has to be fetched in again") from err

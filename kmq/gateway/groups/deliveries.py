@@ -31,7 +31,7 @@ Crash       Which messages are in hand or single is known in memory only. After 
             again, and deliveries that were counted stay counted.
 Memory      An entry for each message in hand (at most the rows of the store), and a few for each partition.
             An offset for each message on the way in answers of open connections. Of closed connections at most as many
-            as the store has rows (`Answers.first_kept`).
+            as the store has rows (`Answers.first_on_the_way`).
 """
 
 import time
@@ -117,7 +117,7 @@ class Answers:
         mine = self._of.get((group, member), ())
         return any(answer.is_passed and (place, offset) in answer.again for answer in mine)
 
-    def first_kept(self, group: str, member: str, place: Partition, committed: int, most: int) -> int | None:
+    def first_on_the_way(self, group: str, member: str, place: Partition, committed: int, most: int) -> int | None:
         """Return the first offset on the way in a partition, to resume there; None if at most `most` are."""
         new = [[at for at in each.new.get(place, ()) if at >= committed] for each in self._of.get((group, member), ())]
         return min(offsets[0] for offsets in new if offsets) if sum(map(len, new)) > most else None

@@ -157,7 +157,7 @@ class Groups:
                 self._log.warn("members_not_kept", group=group, reason=reason, effect=effect)
         return found
 
-    def _keep_members(self) -> None:
+    def _write_changed_groups(self) -> None:
         """In a shard, write the members of each changed group before its members hear of the new generation."""
         for group in self.coordinator.take_changes():
             if self.epoch:
@@ -174,7 +174,7 @@ class Groups:
 
     async def _write_members(self, group: str, payload: bytes) -> None:
         try:
-            await self.store.keep_members(group, payload)
+            await self.store.write_members(group, payload)
         except KmqError as err:
             if not (isinstance(err, RequestRefused) and err.code == "stopping"):
                 effect = "if another broker leads before the next change, its members join again"
@@ -256,7 +256,7 @@ class Groups:
         for attended in self._attended:
             self._beat_if_member(*attended)
         due = self.coordinator.tick(time.monotonic())
-        self._keep_members()
+        self._write_changed_groups()
         for event in self.coordinator.take_events():
             if isinstance(event, Forgotten):
                 self.deliveries.drop(event.group)
@@ -397,7 +397,7 @@ class Groups:
             await self.check_commit(group, member, generation, rows)
             name = member if member and coordinator.generation(group, member) is not None else ""  # SHARED: no member
             has_waited = not may_exceed and await self.check_ends(rows, deadline)
-            if await self._keep_on_the_way(group, name, rows) or has_waited:
+            if await self._write_on_the_way(group, name, rows) or has_waited:
                 # The member may have lost the partition while this waited.
                 coordinator.check_commit(group, member, generation, rows, time.monotonic())
         if generation is None:
@@ -482,7 +482,7 @@ class Groups:
         with suppress(RequestRefused):  # it has left
             self.beat(group, member)
 
-    async def _keep_on_the_way(self, group: str, member: str, rows: Mapping[Partition, OffsetCommit]) -> bool:
+    async def _write_on_the_way(self, group: str, member: str, rows: Mapping[Partition, OffsetCommit]) -> bool:
         """Write rows for messages on the way that this commit passes: their answer may never have arrived.
 
         Until they are due, the member can show that it has them (polling.py). Return True if there are any.

@@ -333,7 +333,7 @@ class OffsetStore:
         for (_, partition), commit in rows.items():
             _check_row(partition, commit.offset, commit.metadata)
 
-    async def keep_members(self, group: str, payload: bytes) -> None:
+    async def write_members(self, group: str, payload: bytes) -> None:
         """Write the record of a group's members, or a tombstone when the last one has left. Raises RequestRefused."""
         if not payload and group not in self.members:
             return
@@ -436,7 +436,7 @@ class OffsetStore:
 
         for group, (seq, payload) in [*self.members.items()]:
             if seq < before_seq:
-                await self.keep_members(group, payload)
+                await self.write_members(group, payload)
         groups, left = table.groups, 0
         for at in range(0, len(groups), _AT_ONCE):
             left += sum(await asyncio.gather(*map(again, groups[at : at + _AT_ONCE])))

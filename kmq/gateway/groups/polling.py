@@ -94,7 +94,7 @@ class Poller:
         except TimeoutError:
             pass
 
-    async def come_back(self) -> None:
+    async def finish_calls(self) -> None:
         """Commit what the member's last calls asked to commit, and give up what was revoked: it is done with both."""
         await self.commit_delivered()
         self.answer()
@@ -141,7 +141,7 @@ class Poller:
             if not answers.has(self.group, self.id, answer):
                 return  # the member began anew
             if not has_arrived:
-                return self._take_back(moves, answer)
+                return self._requeue(moves, answer)
             answers.end(self.group, self.id, answer)
             if answer.rows:
                 self._groups.in_background(self._forget(answer))
@@ -158,17 +158,17 @@ class Poller:
                 unsent = [offset for offset in offsets if offset in nacks and not nacks[offset].deliveries]
                 await self._groups.forget(self.group, place, unsent)
 
-    def keep_near(self, cursors: Mapping[TopicPartition, Cursor]) -> None:
+    def rewind(self, cursors: Mapping[TopicPartition, Cursor]) -> None:
         """Move cursors back where more messages are on the way than there is room for rows."""
         committed, store = self._groups.committed(self.group), self._groups.store
         for place, cursor in cursors.items():
             room = MAX_NACKS - len(store.nacks(self.group, *place))
             done = committed[place].offset if place in committed else 0
-            first = self._groups.deliveries.answers.first_kept(self.group, self.id, place, done, room)
+            first = self._groups.deliveries.answers.first_on_the_way(self.group, self.id, place, done, room)
             if first is not None:
                 cursor.move(min(first, cursor.offset))
 
-    def _take_back(self, moves: Iterable[Move], answer: Answer) -> None:
+    def _requeue(self, moves: Iterable[Move], answer: Answer) -> None:
         """Note that an answer is lost. The next call gets its messages, unless later calls have continued after it."""
         answer.is_lost = True
         committed = self._groups.committed(self.group)

@@ -381,7 +381,7 @@ class Reader:
         for each in again:
             deliveries.show(self.group, each.place, each.message.offset, positions[each.place])
 
-    def take_back(self, again: Iterable[DueMessage]) -> None:
+    def requeue(self, again: Iterable[DueMessage]) -> None:
         """Note that the member has not received these messages: they are due again."""
         for each in again:
             self._groups.deliveries.give_back(self.group, each.place, each.message.offset)

@@ -190,7 +190,7 @@ class PodBus:
         if not feed.ready:
             durable = self.watermark.durable
             if feed.has_more():
-                await self._answers.take(call, COPIES * self._longest)
+                await self._answers.reserve(call, COPIES * self._longest)
             if await self._fill(feed) < durable and not feed.ready:
                 await self._pass(durable)
                 await self._fill(feed)

@@ -258,7 +258,7 @@ class LogCalls:
 
         def begin() -> tuple[Range, Span | None]:
             opened = Range(*self._range(request), max_bytes)
-            return opened, opened.take()
+            return opened, opened.next_span()
 
         with self._stream():
             selection, span = await self._run(self._look, begin)  # an error in the first span still gets its own status
@@ -276,7 +276,7 @@ class LogCalls:
             while span:
                 async with asyncio.timeout(self._settings.line_deadline):
                     await _sendfile(request, span)
-                span = await self._run(selection.take)
+                span = await self._run(selection.next_span)
         except (DamageError, OSError, TimeoutError):  # the response is shorter than announced, which the reader notices
             pass
         if span is not None and request.transport is not None:

@@ -381,7 +381,7 @@ class MessageCalls:
 
     def _send(self, topic: str, request: ProduceRequest, nbytes: int) -> web.Response:
         """Answer at once; the messages count as held until the broker has replied."""
-        self._bodies.take(nbytes)
+        self._bodies.reserve(nbytes)
         self._producing.send(topic, request.messages, request.producer, partial(self._bodies.release, nbytes))
         return web.json_response({"accepted": len(request.messages)}, status=202)
 

@@ -38,11 +38,11 @@ from kmq.gateway.kafka.topic_settings import (
     TOPIC_SETTINGS,
     Row,
     TopicSetting,
-    kept_setting,
-    kept_settings,
     longest_message,
     options_of,
     setting,
+    stored_setting,
+    stored_settings,
     value_of,
 )
 from kmq.gateway.kafka.transaction import Transaction
@@ -236,7 +236,8 @@ class AdminHandler(ApiHandler):
                 name: self._option(name, state, defaults) for name in TOPIC_SETTINGS
             }
             rows |= {
-                name: kept_setting(name, value, rows.get(name)) for name, value in kept_settings(state.options).items()
+                name: stored_setting(name, value, rows.get(name))
+                for name, value in stored_settings(state.options).items()
             }
             return [rows[name] for name in sorted(rows)]
         if resource.resource_type != _BROKER:
@@ -300,7 +301,7 @@ class AdminHandler(ApiHandler):
         async def alter(resource: Any) -> None:
             state = await self._to_change(resource)
             changes = dict.fromkeys(name for name, option in TOPIC_SETTINGS.items() if option.option in state.own)
-            changes |= dict.fromkeys(kept_settings(state.options))
+            changes |= dict.fromkeys(stored_settings(state.options))
             await self._change(call, state, changes | {row.name: row.value for row in resource.configs})
 
         return {"responses": await _each(call, call.body.resources, _resource_of, alter)}

@@ -282,7 +282,7 @@ class FetchHandler:
             if wanted:
                 most = min(request.max_bytes, MAX_ANSWER, sum(part.max_bytes for part in wanted))
                 try:
-                    await self._core.answers.take(consumer, most + COPIES * _CHUNK_BYTES)
+                    await self._core.answers.reserve(consumer, most + COPIES * _CHUNK_BYTES)
                 except RequestRefused:  # the answers' budget is used up: this answer is empty
                     return rows
                 nbytes, is_full = await self._core.fetching.run(self._read, call, request, rows)
@@ -326,8 +326,8 @@ class FetchHandler:
             return None
         with suppress(RequestRefused):  # then files are read, and refused again if need be
             most = min(request.max_bytes, MAX_ANSWER, sum(each.max_bytes for each in parts.values()))
-            await self._core.answers.take(consumer, most + COPIES * _CHUNK_BYTES)
-            rows, nbytes = self._kept_in(call, consumer, request)
+            await self._core.answers.reserve(consumer, most + COPIES * _CHUNK_BYTES)
+            rows, nbytes = self._rows_in_cache(call, consumer, request)
             if nbytes >= max(1, request.min_bytes):
                 self._core.answers.settle(consumer, nbytes)
                 consumer.errors = {}
@@ -335,7 +335,7 @@ class FetchHandler:
         consumer.close()
         return None
 
-    def _kept_in(self, call: Call, consumer: _Consumer, request: FetchRequest) -> tuple[Rows, int]:
+    def _rows_in_cache(self, call: Call, consumer: _Consumer, request: FetchRequest) -> tuple[Rows, int]:
         """Return each partition's cached records, and their bytes. Return nothing if one may have lines instead."""
         rows, nbytes, left = Rows(), 0, min(request.max_bytes, MAX_ANSWER)
         for place, part in request.partitions.items():

@@ -65,7 +65,7 @@ _LEGAL: dict[int, Callable[[str], bool]] = {  # by type of a setting
 }
 # Settings with any legal value, because none of them changes what is stored or promised, and their types. A topic keeps
 # them as its option `kafkaSettings`.
-_KEPT = {
+_STORED = {
     "compression.type": STRING,
     "compression.gzip.level": INT,
     "compression.lz4.level": INT,
@@ -142,18 +142,18 @@ def options_of(
 ) -> dict[str, Value]:
     """Return changed settings as options; None: the topic's own value is removed. Raises RequestRefused."""
     options: dict[str, Value] = {}
-    settings = {} if before is None else kept_settings(before.options)
+    settings = {} if before is None else stored_settings(before.options)
     for name, text in changes.items():
         if name in TOPIC_SETTINGS:
             options[TOPIC_SETTINGS[name].option] = None if text is None else _parsed(name, text)
         elif text is None or text == fixed.get(name, (0, None))[1]:
             settings.pop(name, None)
-        elif name in _KEPT:
+        elif name in _STORED:
             settings[name] = _legal(name, text, fixed)
         elif name in fixed:
             raise bad_field(name, f"is always {fixed[name][1]!r}")
         else:
-            raise bad_field(name, f"is not known here; there are {', '.join([*TOPIC_SETTINGS, *_KEPT])}")
+            raise bad_field(name, f"is not known here; there are {', '.join([*TOPIC_SETTINGS, *_STORED])}")
     text = ";".join(f"{name}={value}" for name, value in sorted(settings.items()))
     if text != ("" if before is None else before.options["kafkaSettings"]):
         options["kafkaSettings"] = text or None
@@ -176,15 +176,15 @@ def options_of(
     return options
 
 
-def kept_settings(options: Mapping[str, int | str]) -> dict[str, str]:
+def stored_settings(options: Mapping[str, int | str]) -> dict[str, str]:
     """Return the settings of no effect that a topic keeps, given all its options."""
     pairs = (each.partition("=") for each in str(options["kafkaSettings"]).split(";"))
-    return {name: value for name, _, value in pairs if name in _KEPT}
+    return {name: value for name, _, value in pairs if name in _STORED}
 
 
 def _legal(name: str, text: str, fixed: Mapping[str, Row]) -> str:
     """Return the value of a setting of no effect. Raises RequestRefused if Kafka refuses it, or it promises more."""
-    kind, value = _KEPT[name], text.strip()
+    kind, value = _STORED[name], text.strip()
     value = value.lower() if kind == BOOLEAN else value
     if not _LEGAL[kind](value) or (name == "compression.type" and value not in _CODECS):
         raise bad_field(name, f"{text[:80]!r} is no value that it can have")
@@ -225,8 +225,8 @@ def setting(name: str, kind: int, value: str, source: int = DEFAULT, is_fixed: b
     }
 
 
-def kept_setting(name: str, value: str, standard: dict[str, Any] | None) -> dict[str, Any]:
+def stored_setting(name: str, value: str, standard: dict[str, Any] | None) -> dict[str, Any]:
     """Return a setting of no effect that a topic keeps. `standard`: its value otherwise."""
-    row = setting(name, _KEPT[name], value, OF_TOPIC, is_fixed=False)
+    row = setting(name, _STORED[name], value, OF_TOPIC, is_fixed=False)
     synonyms = [*row["synonyms"], *([] if standard is None else standard["synonyms"])]
     return row | {"synonyms": synonyms, "documentation": _NO_EFFECT}

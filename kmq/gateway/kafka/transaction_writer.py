@@ -197,7 +197,7 @@ class TransactionWriter:
             return max(seq for seq, _ in found), sum(left_out for _, left_out in found)
         return max(run.seq + run.lines - 1 for run in runs), 0
 
-    async def keep_name(self, pid: int) -> None:
+    async def touch_name(self, pid: int) -> None:
         """Ask for the last id of a waiting commit's name, so that it is not forgotten before others (dedupe.py)."""
         await self._units.last_id(_copier(pid))
 

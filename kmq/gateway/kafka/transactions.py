@@ -615,7 +615,7 @@ class Transactions(ApiHandler):
                     self._log.warn("kafka_commit_waits", id=txn.id, pid=txn.pid, reason=err, effect=effect)
                 await asyncio.sleep(_RETRY_S)
                 with suppress(RequestRefused):
-                    await self._writer.keep_name(decided.pid)
+                    await self._writer.touch_name(decided.pid)
         reasons = "their topics were deleted since they were sent", "KMQ_MAX_LINE was lowered since they were sent"
         for count, why in zip((copied.deleted, copied.too_long), reasons, strict=True):
             if count:

@@ -135,7 +135,7 @@ class Consumption:
         try:
             if found.first_offset > cursor.offset:
                 await self._begin(cursor, found.first_offset)
-            while span := await self._service.run(cursor.partition.take, found):
+            while span := await self._service.run(cursor.partition.next_span, found):
                 await self._connection.send(span)
                 self._service.requests.count_sent(span.nbytes)
                 self._left -= found.reached - cursor.offset

@@ -52,7 +52,7 @@ from kmq.spark.pinned import pinned, utc_date, utc_hour
 from kmq.spark.pipelines import json_columns, payloads
 from kmq.spark.pipelines.archive_task import DIRECT, FORMAT, STAGING, UNSURE, ArchiveJob, source_of
 from kmq.spark.pipelines.options import INFER, NONE, PARQUET, ArchiveOptions, complete, value
-from kmq.spark.pipelines.payloads import decide_schema, infer, keep_schema, parse
+from kmq.spark.pipelines.payloads import decide_schema, infer, parse, write_schema
 from kmq.spark.pipelines.table import ADOPT_S, follow, is_adopted, starting
 from kmq.spark.sink.targets import Destination, Target, addresses, producer
 from kmq.spark.source.brokers import Directory, open_broker
@@ -277,7 +277,7 @@ def run(
         fields = None if schema == NONE else decide_schema(spark, table, where, schema)
         batches = _Batches(settings, table, ArchiveRows(settings, fields, function), letters)
         batches.check(spark)
-        keep_schema(table, fields)
+        write_schema(table, fields)
         if progress is not None:
             progress.describe(f"archive to {to}")
         done = follow(table, batches.source(spark, where), batches.stage, "archive", trigger)

@@ -411,7 +411,7 @@ SAMPLE = 10_000  # records that a schema is inferred from
 
 def decide_schema(spark: SparkSession, table: Table, where: Mapping[str, str], schema: str) -> StructType:
     """Return the schema of this table, as decided at its first start: a repeated batch must give the same rows."""
-    path, stored = _schema_file(table.state), kept_schema(table.state)
+    path, stored = _schema_file(table.state), read_schema(table.state)
     if schema == INFER:
         with pinned(spark):
             found = stored or infer(_sample(spark, where))
@@ -422,13 +422,13 @@ def decide_schema(spark: SparkSession, table: Table, where: Mapping[str, str], s
     return found
 
 
-def keep_schema(table: Table, fields: StructType | None) -> None:
+def write_schema(table: Table, fields: StructType | None) -> None:
     """Keep the schema for all later starts."""
     if fields is not None and not os.path.exists(_schema_file(table.state)):
         replace_file(_schema_file(table.state), json.dumps(fields.jsonValue(), indent=1).encode())
 
 
-def kept_schema(state: str) -> StructType | None:
+def read_schema(state: str) -> StructType | None:
     """Return the schema of a table's payloads, None before the first start and of payloads as text.
 
     `state`: the directory of the table's state.

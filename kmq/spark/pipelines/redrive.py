@@ -49,7 +49,7 @@ SCHEMA = ", ".join(
     f"{name} {'binary' if name in _EXACT else kind}"
     for name, kind in (*columns.COLUMNS.items(), (columns.LINE, "binary"))
 )
-_KEPT = ("broker", "log", "number", "offset", "routing_key", "new_key", "line")
+_COLUMNS = ("broker", "log", "number", "offset", "routing_key", "new_key", "line")
 SHOWN = 20  # new keys in a summary
 
 
@@ -236,7 +236,7 @@ def run(
     connection = destination.connection_like(pods.options.token)
     target = None if settings["dry_run"] else Target.of(destination.producers, connection)
     source = (_dropped if settings["dropped"] else _queue)(spark, where, pods, topic)
-    all_rows = rewritten(source.rows, to, condition).select(*_KEPT)
+    all_rows = rewritten(source.rows, to, condition).select(*_COLUMNS)
     judged = _judged(all_rows, settings["max_replays"], is_back).persist(StorageLevel.MEMORY_AND_DISK)
     try:
         describe(f"looking at {'what was dropped' if settings['dropped'] else topic}")

@@ -114,7 +114,7 @@ class ReadOptions:
         named = self.servers or self.paths
         if len(set(named)) < len(named):
             raise ConfigError(f"{'path' if self.paths else 'kmq.bootstrap.servers'}: names a broker twice")
-        self._topics_asked()
+        self._check_topics()
         self.start = ends.parse(options, "starting", named)
         self.end = ends.parse(options, "ending", named)
         self._ends = self.start, self.end
@@ -184,7 +184,7 @@ class ReadOptions:
         self._brokers = names
         self.start, self.end = (ends.of_brokers(end, names) for end in self._ends)
 
-    def _topics_asked(self) -> None:
+    def _check_topics(self) -> None:
         choices = [name for name in ("subscribe", "subscribePattern", "assign") if name.lower() in self._given]
         if len(choices) != 1:
             given = f", not {' and '.join(choices)}" if choices else ""
