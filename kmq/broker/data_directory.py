@@ -96,7 +96,7 @@ def write_starts(data: str, count: int) -> None:
 
 @contextlib.contextmanager
 def broker_is_down(data: str, pipes: str, stage: str = "cluster") -> Iterator[None]:
-    """Hold the locks of a broker that is down. Raises BusyError, naming the holder, if it runs. `stage`: who holds them."""
+    """Hold the locks of a broker that is down, as `stage`. Raises BusyError, naming the holder, if it runs."""
     with contextlib.suppress(OSError):  # a Job has no place for pipes, and no broker beside it
         os.makedirs(pipes, exist_ok=True)
     paths = [f"{pipes}/{name}.owner" for name in ("supervisor", "replica") if os.path.isdir(pipes)]

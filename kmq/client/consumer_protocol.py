@@ -6,32 +6,26 @@
     consumer_state.py     partitions, waiting records, requests without a reply, the stream of replies
 
 Records     The broker sends records only in reply to a `!fetch`. At most one `!fetch` is pending; the next one is sent
-while
-            the application works on the previous batch. A batch that was requested before a seek is dropped; the broker
-            then continues at the new position.
+            while the application works on the previous batch. A batch that was requested before a seek is dropped; the
+            broker then continues at the new position.
 Rebalance   `!assign` and `!revoke` become events for the application's thread. A partition that is to be revoked hands
-out
-            no more records. It belongs to this member until `revoked`.
+            out no more records. It belongs to this member until `revoked`.
 Outage      The next connection opens with the same member name. A partition that is assigned again within session_s of
-the
-            last request continues at its position, if the group's offset is the one that this member committed last.
-            All other partitions are lost and begin at the group's offset: another member may have read on, or an
+            the last request continues at its position, if the group's offset is the one that this member committed
+            last. All other partitions are lost and begin at the group's offset: another member may have read on, or an
             operator may have moved the group.
 Damage      A partition whose files are damaged is paused, with a log line; the others are read. It is requested again
-after
-            `resume`, a seek, or on the next connection.
+            after `resume`, a seek, or on the next connection.
 Hand-outs   The broker is told which messages the application has before the application gets them. So messages that
-only
-            wait here are not suspected of killing the application. If the application takes messages quickly, up to
-            _MOST_AHEAD of them are announced ahead.
+            only wait here are not suspected of killing the application. If the application takes messages quickly, up
+            to _MOST_AHEAD of them are announced ahead.
 Start       If the group has committed nothing, the option `start` is resolved and committed before a message is handed
             out. So for every later member `latest` means the moment of the subscription: the ends that the topics had
             before the first connection. A partition that is not among those is newer, and begins at its first record.
 
 Invariant   No record is skipped: a partition continues where the application is, where it has sought, or where the
-group
-            has committed. Every commit gets exactly one outcome. A commit without a reply is sent again, unless another
-            member may have read the partition meanwhile.
+            group has committed. Every commit gets exactly one outcome. A commit without a reply is sent again, unless
+            another member may have read the partition meanwhile.
 Memory      consumer_state.py.
 Threads     None: callers lock.
 """

@@ -5,10 +5,8 @@
 Invariant   A position only rises past a record that was handed to the application, unless the application seeks.
             Every request gets exactly one outcome; requests of one kind get theirs in the order of sending.
 Memory      `Holdings.has_room` is False while a whole batch waits. So at most two batches are kept, with their
-messages. A
-            batch is as large as the client has requested, or one record.
-            At most _MOST_COMMITS commits are pending; later ones are joined into one that waits. A reply line has
-            at most MAX_REPLY bytes.
+            messages. A batch is as large as the client has requested, or one record. At most _MOST_COMMITS commits are
+            pending; later ones are joined into one that waits. A reply line has at most MAX_REPLY bytes.
 """
 
 from collections import deque

@@ -359,7 +359,7 @@ def _is_back(
 def to_send(
     chosen: Iterable[tuple[StoredRecord, bytes]], data: str, redrive: tuple[str, ...] | None = None
 ) -> Iterator[Redriven]:
-    """Yield what redrive.send takes. `redrive`: what identifies it; None: letters go back to their origins."""
+    """Yield the rows for redrive.send. `redrive`: its identity; None: letters go back to their origins."""
     broker = identity.of_records(data)
     for stored, new_key in chosen:
         partition = RedrivenPartition(broker, stored.log, stored.partition, redrive)

@@ -14,13 +14,13 @@ of the topic.
 
 Owner       the router. It takes lines of this life that follow the last row, syncs them, and only then counts them.
 Invariant   Rows lie one after the other: a row begins where the last one ends, after the gap there, or at a later drop.
-            So what a row has is told from the file alone. `start` only rises.
+            So the file alone says which records a row has. `start` only rises.
 Crash       Lines are appended and synced at once, or the file is replaced. A line without its end is not there yet.
 Readers     see rows only below the first local segment, and from `start` on. Rows that do not lead up to the first local
             segment without a hole are not seen at all.
 Damage      Nobody reads or begins before the first local segment, until the rows are laid out again. What lies on the disk
             is read as ever.
-Memory      The parsed files that were asked for last, some hundred bytes a row.
+Memory      The parsed files that were read last, some hundred bytes a row.
 """
 
 import os
@@ -129,10 +129,10 @@ class TierFile:
         self.before = self.start = self.last_seq = self.count = 0
         self.drop = ""  # the line of the last drop
         self.gaps: tuple[tuple[int, int], ...] = ()
-        self._cold = ColdPart(-1, [], 0)  # what was asked for last
+        self._cold = ColdPart(-1, [], 0)  # of the last call
 
     def copy(self) -> "TierFile":
-        """Return one that can be changed, because others may hold this one."""
+        """Return a copy that may be changed, because others may hold this file."""
         made = TierFile(self.head, self.log, self.life)
         for name in self.__slots__:
             setattr(made, name, getattr(self, name))
@@ -153,11 +153,11 @@ class TierFile:
         return made
 
     def lines(self) -> list[str]:
-        """Return the lines of commits in force, each with the number of its commit: what another file needs to say so."""
+        """Return the lines in force, each with the number of its commit, as another `tier` file takes them."""
         return [line for line in self.text().decode().splitlines()[1:] if not _START.fullmatch(line)]
 
     def apply(self, line: str) -> bool:
-        """Take a line into account. Return False if it is damaged, of another log, or does not follow."""
+        """Apply a line. Return False if it is damaged, of another log, or does not follow."""
         self.count += 1
         self._cold = ColdPart(-1, [], 0)
         if start := _START.fullmatch(line):
@@ -244,12 +244,12 @@ class TierFile:
 
 
 def empty(lineage: str, log: str, life: int) -> TierFile:
-    """Return what a partition without such a file would have in it."""
+    """Return the content of a file without any row."""
     return TierFile(f"kmq-tier 1 lineage={lineage} log={log} life={life}", log, life)
 
 
 def parse(content: bytes, log: str = "") -> TierFile | None:
-    """Return what the content of a file `tier` says; None if it is damaged, or of another partition than `log`."""
+    """Parse the content of a file `tier`. Return None if it is damaged, or of another partition than `log`."""
     head, *lines = content.decode("ascii", errors="replace").split("\n")
     label = _HEAD.fullmatch(head)
     if label is None or not lines or log not in ("", label[2]):
@@ -290,9 +290,9 @@ def content_of(directory: str) -> bytes | None:
 
 
 def of(directory: str) -> TierFile:
-    """Return what the file of a partition says; without a file, that there is no row. Do not change it.
+    """Return the rows in the file of a partition; without a file, no row. Do not change the result: it is cached.
 
-    Raises DamageError: where the partition begins is not known then.
+    Raises DamageError if the file is damaged: the first offset of the partition is unknown then.
     """
     path = path_of(directory)
     try:

@@ -11,16 +11,14 @@ Invariant   A record is a row at most once, and exactly once if the table has it
             good. Offsets and files are those of one commit. The log is read from these offsets to its end at the call,
             and before the archive's first record.
 Refused     Another data directory than the archive's, or an older copy of it; a topic that was deleted and created
-again;
-            records that retention removed before they were archived (failOnDataLoss=false: a warning, and without
-            them).
+            again; records that retention removed before they were archived (failOnDataLoss=false: a warning, and
+            without them).
 Compacted   The table keeps records that compaction removes from the log; a warning says so.
 Retention   of the table, by day: if it has no directory of days before one, records of these days come from the log, as
             far as the log has them.
 Not covered Other rows that were deleted from the table, and records that a reset of the archive's checkpoint has
-skipped
-            or archived twice. Records from before an archive with startingOffsets=latest, of a broker that was away
-            when it began (onUnreachable=hold): only the first batch is known to say where a broker begins.
+            skipped or archived twice. Records from before an archive with startingOffsets=latest, of a broker that was
+            away when it began (onUnreachable=hold): only the first batch is known to say where a broker begins.
 """
 
 import json

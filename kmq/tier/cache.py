@@ -160,7 +160,7 @@ class TierCache:
                 self.remove(path)
 
     def remove(self, path: str) -> None:
-        """Remove the object in a directory; who has it open reads on."""
+        """Remove the object in a directory; a reader that has it open reads on."""
         remove_object(self._root, path)
         self._sizes.pop(path, None)
         self._fetched.pop(path, None)

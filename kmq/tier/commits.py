@@ -419,7 +419,7 @@ def lineages(store: Store) -> Iterator[str]:
         lineage = key.partition("/")[0]
         if _LINEAGE.fullmatch(lineage):
             yield lineage
-        after = f"{lineage}0"  # behind all keys of that lineage
+        after = f"{lineage}0"  # after all keys of that lineage
 
 
 def timestamp() -> str:

@@ -1,4 +1,4 @@
-"""Old records of topics: what the store lacks of partitions with tier=on goes up, and the router is told.
+"""Old records of topics: uploads the missing ones of partitions with tier=on, and lays out rows for the router.
 
     orders/3 ends with offset 1512 in router.ckpt, its rows with 1000
         → an object topics/orders/130/3/1000-1512…, and `add orders/3 life=130 base=1000 next=1512 …` in a commit
@@ -80,10 +80,10 @@ class PartitionCopier:
     ) -> None:
         self._data, self._limits, self._object_bytes = data, limits, object_bytes
         self._uploads, self._logger = uploads, logger
-        self._damaged: dict[str, str] = {}  # by partition: what was said
-        self._idle: dict[str, object] = {}  # by partition: what was not due at the last look
+        self._damaged: dict[str, str] = {}  # by partition: the last logged reason
+        self._idle: dict[str, object] = {}  # by partition: its state when nothing was due
         self._waiting: dict[str, tuple[object, int]] = {}  # by partition: `waiting_seq`, and for what it holds
-        self._compared: set[tuple[str, int]] = set()  # partitions whose last row says what the disk says
+        self._compared: set[tuple[str, int]] = set()  # partitions whose last row matches the disk
 
     def found(
         self, state: TierState, states: Mapping[tuple[str, int], PartitionState], lives: Mapping[str, int]
@@ -218,8 +218,8 @@ class PartitionCopier:
     def _is_due(self, which: TieredPartition, segments: list[Segment], begin: int, end: int, now_s: float) -> bool:
         """Return True if the records begin…end-1 fill an object, or a sealed segment with some is due by local limits."""
         *sealed, active = segments
-        behind = [part for part, after in pairwise(segments) if after.first > begin]
-        if sum(part.size for part in behind) + active.size >= self._object_bytes:
+        rest = [part for part, after in pairwise(segments) if after.first > begin]
+        if sum(part.size for part in rest) + active.size >= self._object_bytes:
             log = reader.local(self._data, which.topic, which.number)
             if log.cuts(begin, end, self._object_bytes):
                 return True

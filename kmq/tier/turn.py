@@ -1,4 +1,4 @@
-"""One turn of the copy: what the store lacks of the WAL, of tables and of small files goes up.
+"""One turn of the copy: uploads the records of the WAL, the tables and the small files that the store lacks.
 
     append.log has seqs 1…9001, the store has 1…8011  → an object wal/8012-9001…, then a commit with its row
 
@@ -94,8 +94,8 @@ class Leadership:
         epoch = self.epoch()
         if epoch is None:
             leader = (self._page.leader or {}).get("broker") if self._page is not None else None
-            who = f"broker {leader}" if leader else "another broker"
-            raise FollowsError(f"{who} leads the shard {self.shard}, or nobody does; the leader makes the copy")
+            name = f"broker {leader}" if leader else "another broker"
+            raise FollowsError(f"{name} leads the shard {self.shard}, or nobody does; the leader makes the copy")
         return epoch
 
 
@@ -467,7 +467,7 @@ class Copier:
         if is_over:
             self.missing = self._sweep.missing(self.commits.state)
             for key in self.missing[:10]:
-                self._log.error("tier_object_missing", key=key, effect="what only it has cannot be restored")
+                self._log.error("tier_object_missing", key=key, effect="records that only it has cannot be restored")
             self._sweep, self._sweep_at = None, time.monotonic() + _SWEEP_S
 
 
@@ -551,7 +551,7 @@ def claim_line(data_id: str, leadership: Leadership | None, epoch: int) -> Commi
 
 
 def compare(data: str, rows: list[CommitLine]) -> None:
-    """Raise AheadError unless the last row of the WAL, as far as the disk still has it, says what the local WAL says."""
+    """Raise AheadError if the last row of the WAL differs from the local WAL, where the disk still has its records."""
     if not rows:
         return
     seq, (last, _) = rows[-1].number("last"), wal.last_numbered(data)

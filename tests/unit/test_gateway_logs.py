@@ -426,7 +426,7 @@ def test_a_range_whose_reader_leaves_is_closed_once_the_span_in_hand_is_found(la
     monkeypatch.setattr(partitions, "_checked", slowly)
     asked = partitions.Range(reader.partition(str(large), "t", 0), 0, 100)
     with ThreadPoolExecutor() as threads:
-        taken = threads.submit(asked.take)
+        taken = threads.submit(asked.next_span)
         assert begun.wait(PATIENCE_S)
         closed = threads.submit(asked.close)
         may_go_on.set()

@@ -3,14 +3,14 @@
     partition.read(17, MIB)       → NotHereError: the object with the records 0…511 is not here
     await cold.wait(err, 20.0)    → it is here: read again
 
-Invariant   A reader that waits is told of no end that is not one, and never that its offset is out of range. An object is
-            asked for once, however many readers wait for it. Who waits holds no thread, no open file and no share of the
-            answers' budget. Hot reads need nothing of this module.
+Invariant   A reader that waits is never told that the log ends before it does, nor that its offset is out of range. An
+            object is requested once, however many readers wait for it. A waiting reader holds no thread, no open file
+            and no share of the answers' budget. Hot reads need nothing of this module.
 Store away  The request is repeated while somebody waits; `failure` says why it takes so long.
 Damage      An object that is missing, or not what its row says, is damage of its records: `damage`, for each reader once.
-Ahead       Who has read one object gets the next one before it asks.
+Ahead       A reader that has read one object gets the next one before it asks.
 Room        What was fetched in gives way while the disk lacks room, also what lies there when the gateway starts.
-Cost        Two threads, from the first cold read on. At a start one look at the cache, where there is one.
+Cost        Two threads, from the first cold read on. At a start the cache, if there is one, is listed once.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _TICK_S = 1.0
 class ColdObject:
     """A row that is fetched in. `is_here`: it can be read now. `failure`: what the store said last; `damage`: for good.
 
-    `is_given_up`: the store was away, and nobody has asked for a while. Who reads again asks for it anew.
+    `is_given_up`: the store was away, and nobody has asked for a while. The next read asks for it anew.
     """
 
     def __init__(self, err: NotHereError) -> None:
@@ -203,7 +203,7 @@ class ColdReads:
 
     def _failed(self, found: ColdObject, err: Exception) -> None:
         if not found.failure and self._log is not None:
-            effect = "readers of old records wait, or are told to come again; nothing else does"
+            effect = "readers of old records wait, or are told to retry; nothing else does"
             self._log.warn("tier_read_failed", reason=err, effect=effect)
         found.failure = str(err) if isinstance(err, KmqError | OSError) else repr(err)
         if time.monotonic() - found.wanted_at < _WANTED_S:
@@ -231,7 +231,7 @@ class ColdReads:
             self._arm()
 
     def _look_after(self, cache: "TierCache") -> None:
-        """Fetch ahead of who has read an object. Give room back while the disk lacks it."""
+        """Fetch ahead of the readers. Give room back while the disk lacks it."""
         if self._lacks_room():
             cache.give_way()
         for path, (found, since) in [*self._ahead.items()]:

@@ -573,7 +573,7 @@ class Groups:
         """
         counted = self.deliveries.overtake(group, place, gone, is_again)
         if counted and counted.start == gone.start:
-            last, effect = counted[-1], "lost to the group, which goes on behind them"
+            last, effect = counted[-1], "lost to the group, which goes on after them"
             where = {"group": group, "topic": place[0], "partition": place[1]}
             self._log.warn("group_overtaken", **where, first=counted[0], last=last, count=len(counted), effect=effect)
 

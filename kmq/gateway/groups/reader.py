@@ -424,7 +424,9 @@ class Reader:
                 await self.redelivery.done(self.group, place, offset)
             elif (row := self._groups.store.nacks(self.group, *place).get(offset)) and not row.letter:
                 where = f"{TopicPartition(*place)} offset {offset}"
-                raise RequestRefused("fenced", f"{where}: comes again, because this member does not have it any more")
+                raise RequestRefused(
+                    "fenced", f"{where}: is delivered again, because this member does not have it any more"
+                )
 
     async def nack(self, place: Partition, offset: int, reason: str, delay_s: float) -> NackOutcome:
         """Give back a message of a partition that the member owns. Raises RequestRefused."""

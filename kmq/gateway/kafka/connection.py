@@ -56,7 +56,7 @@ class Requests:
             longest.force_close()
         if self._whole > _WHOLE_BYTES and (most := max([each.behind for each in self.connections], default=0)):
             largest = next(connection for connection in self.connections if connection.behind == most)
-            self.strangers.cut_off(largest.peer, f"{most} bytes of requests behind one that may wait for minutes")
+            self.strangers.cut_off(largest.peer, f"{most} bytes of requests after one that may wait for minutes")
             largest.force_close()
         elif self._whole > _WHOLE_BYTES and not self.is_paused:
             self.is_paused = True

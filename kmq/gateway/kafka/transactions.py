@@ -268,9 +268,7 @@ class Transactions(ApiHandler):
     def _report_evicted(self) -> None:
         """Log, at most once a minute, how many ids were evicted."""
         if self._evicted and time.monotonic() >= self._report_at:
-            effect = (
-                "those that were idle the longest; if their producers come again, one transaction has to be aborted"
-            )
+            effect = "those that were idle the longest; if their producers return, one transaction has to be aborted"
             self._log.warn("kafka_transactional_ids_evicted", count=self._evicted, most=_MOST_IDS, effect=effect)
             self._evicted, self._report_at = 0, time.monotonic() + _REPORT_S
 

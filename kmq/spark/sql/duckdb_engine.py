@@ -12,8 +12,7 @@ Invariant   A statement only reads. It is a SELECT (or FROM, VALUES, DESCRIBE, S
 Filters     A range of offsets is skipped if Arrow can prove from its first and last offset (and time, if the filter has
             one) that no record passes. The records of other ranges are filtered one by one.
 Memory      One batch of a scan at a time, about 1 MiB of lines. DuckDB's own memory for sorting, joining and grouping
-is
-            memory_limit; beyond that it uses files in a directory that is removed at the end.
+            is memory_limit; beyond that it uses files in a directory that is removed at the end.
 """
 
 import base64

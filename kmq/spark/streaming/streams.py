@@ -320,7 +320,7 @@ class StopSignals:
         if self.number or self._spark is None:
             _exit(number)
         self.number = number
-        threading.Thread(target=stopping.set).start()  # who was interrupted may hold the lock of the event
+        threading.Thread(target=stopping.set).start()  # the interrupted thread may hold the lock of the event
         # A thread of its own, because a call to the JVM may wait for ever.
         limit = threading.Timer(STOP_S, self._give_up)
         limit.daemon = True
