@@ -376,13 +376,13 @@ def test_a_consumer_gets_every_record_though_its_segment_is_swapped_just_then(da
     gone = set(expected(data))
     kept = {offset: line for offset, line in records(data).items() if offset not in gone}
     assert lay_out(data) > 3  # laid out: the first read meets the swap
-    take = Range.take
+    next_span = Range.next_span
 
-    def swapped(asked):
+    def swapped(selection):
         install(data)
-        return take(asked)
+        return next_span(selection)
 
-    monkeypatch.setattr(Range, "take", swapped)
+    monkeypatch.setattr(Range, "next_span", swapped)
     settings = load({"KMQ_DATA": data, "KMQ_PIPES": data}, toml="")
     sink = Sink()
 

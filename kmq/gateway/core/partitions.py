@@ -398,9 +398,9 @@ class Partition:
 
     def begin(self, offset: int = 0) -> int:
         """Return the start for a reader of `offset`. Raises DamageError if `tier` does not say what lies before it."""
-        return self._known(self.start(), offset)
+        return self._checked_start(self.start(), offset)
 
-    def _known(self, start: int, offset: int) -> int:
+    def _checked_start(self, start: int, offset: int) -> int:
         if offset < start:
             self._log.listed(offset)
         return start
@@ -421,12 +421,12 @@ class Partition:
         """Return this offset, or the first or the end offset if it lies outside. Raises DamageError as `begin` does."""
         end = self.end()
         start = min(self._log.first_readable(), end) if self._log.segments() else end
-        return min(max(self._known(start, offset), offset), end)
+        return min(max(self._checked_start(start, offset), offset), end)
 
     def first_left(self, offset: int) -> int:
         """Return this offset, or the first of the partition if that is higher. Reads no record. Raises as `begin` does."""
         first = self._log.first_readable() if self._log.segments() else self._owner.empty_at(self)
-        return max(offset, self._known(first, offset))
+        return max(offset, self._checked_start(first, offset))
 
     def locate(self, position: Position) -> int:
         """Return the present offset of a position. Raises RequestRefused for an offset beyond the end."""
