@@ -2,7 +2,7 @@
 
     topic|partition|from_seq|end|kept|young_us|young_seq|at
 
-A pass compared the sealed segments before the record `end`, at the Unix time `at` in seconds, and kept `kept` bytes of
+A pass compared the sealed segments before the record `end`, at the Unix time `at` in seconds, and left `bytes_left` bytes of
 records. `young_us|young_seq`: when the first tombstone was received (µs) that was too young to be removed, and its seq;
 0|0 if there was none. `from_seq` is the topic's: a topic that was deleted and created again has another one.
 
