@@ -24,7 +24,7 @@ _LEAST_FILES = 128  # descriptors for its listeners, its event loop and some con
 
 @contextlib.contextmanager
 def _alive(row: Row) -> Iterator[None]:
-    """Keep up the heartbeat meanwhile: on a busy machine loading the modules takes longer than a silence may."""
+    """Write heartbeats while modules load: on a busy machine that takes longer than a silence may."""
     is_over = threading.Event()
 
     def beat() -> None:

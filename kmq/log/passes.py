@@ -1,12 +1,12 @@
 """topics/.compacted/.passes: how far the broker's compactor has compared each partition, and when the next pass is due.
 
-    topic|partition|from_seq|end|kept|young_us|young_seq|at
+    topic|partition|from_seq|end|bytes_left|young_us|young_seq|at
 
-A pass compared the sealed segments before the record `end`, at the Unix time `at` in seconds, and left `bytes_left` bytes of
-records. `young_us|young_seq`: when the first tombstone was received (µs) that was too young to be removed, and its seq;
-0|0 if there was none. `from_seq` is the topic's: a topic that was deleted and created again has another one.
+A pass compared the sealed segments before the record `end`, at the Unix time `at` in seconds, and left `bytes_left`
+bytes of records. `young_us|young_seq`: when the first tombstone was received (µs) that was too young to be removed, and
+its seq; 0|0 without such a tombstone. `from_seq` is the topic's: a topic that was deleted and created again has another one.
 
-Due         When at least as many bytes were sealed since the last pass as that pass kept, as in Kafka. So at most about
+Due         When at least as many bytes were sealed since the last pass as that pass left, as in Kafka. So at most about
             half of a topic is replaced records, and a pass reads at most twice the bytes that came since the last pass.
             Also when that first tombstone may be removed, but not more often than once in `delete_retention`.
 Owner       the compactor that holds topics/.compacted/.owner. Any process may read.

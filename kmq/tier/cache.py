@@ -100,7 +100,7 @@ class TierCache:
         self._fetched[path] = time.monotonic(), os.stat(path).st_mtime_ns
 
     def _check_store(self) -> None:
-        """Raise StoreError if the store has not even the first commit: it is another one, or it is not mounted."""
+        """Raise StoreError if the store has not even the first commit: it is another store, or it is not mounted."""
         try:
             get(self._store, f"{self._lineage}/commits/{1:020d}")
         except MissingError:

@@ -157,7 +157,7 @@ class Nonces:
         self.found = (_content(self._path) or b"").decode("ascii", "replace").split()
 
     def next(self, in_force: str, is_taken_over: bool = False) -> str:
-        """Return the nonce for the next claim, which is on disk then. `in_force`: that of the last claim, or "".
+        """Return the nonce for the next claim, which is on disk then. `in_force`: the nonce of the last claim, or "".
 
         `is_taken_over`: the last claim is another directory's. Then no earlier nonce is used again.
         """
@@ -211,7 +211,7 @@ class Copier:
         self._log.info("tier_claimed", commit=state.number, copied_seq=self.copied)
 
     def _check_is_whole(self, number: int) -> None:
-        """Raise DamagedError if the store has fewer commits than it had: it is another one, or some were deleted."""
+        """Raise DamagedError if the store has fewer commits than it had: it is another store, or some were deleted."""
         cursor = (_content(f"{self.data}/{DIRECTORY}/cursor") or b"").split()
         if len(cursor) == 2 and cursor[1].decode("ascii", "replace") == self.lineage and int(cursor[0]) > number:
             raise DamagedError(
@@ -414,7 +414,7 @@ class Copier:
         self._files_at = now
 
     def _changed(self, names: tuple[str, ...]) -> list[CommitLine]:
-        """Return rows of those of these files that have changed since they went up last."""
+        """Upload the files among these that have changed since the last upload, and return their rows."""
         contents = {name: content for name in names if (content := _content(f"{self.data}/{name}")) is not None}
         rows = (self._file(name, content, SmallFiles({}, 0, 0)) for name, content in contents.items())
         return [row for row in rows if row is not None]

@@ -148,7 +148,7 @@ class ColdReads:
         self._queue.put(found)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Fetch in what is asked for, until None is."""
+        """Fetch in the objects of the queue, until it has None."""
         while (found := self._queue.get()) is not None:
             error: Exception | None = None
             try:

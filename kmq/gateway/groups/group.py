@@ -278,7 +278,7 @@ class Ownership:
         return prior
 
     def ask(self, is_all: bool, generation: int, now: float) -> dict[str, list[TopicPartition]]:
-        """Ask owners to give up all partitions, or those planned for others. Returns what was not asked for before."""
+        """Ask owners to give up all partitions, or those planned for others. Returns those that were not asked before."""
         requests: dict[str, list[TopicPartition]] = {}
         for partition, owner in self.owners.items():
             if (is_all or self.target.get(partition) != owner) and partition not in self._members[owner].revoking:
@@ -390,7 +390,7 @@ class Group:
             self.handed_out_in = generation
 
     def update(self, member: Member, new: Member, owned: Collection[tuple[str, int]] | None) -> None:
-        """Let a member that joins again ask for what `new` asks for. `owned`: all that it still has, if it says so."""
+        """Give a rejoining member the options of `new`. `owned`: all partitions that it still has, if it names them."""
         if (member.topics, member.options.assignors, member.order) != (new.topics, new.options.assignors, new.order):
             self._is_stale = True
         if new.options.opaque is not None:

@@ -95,7 +95,7 @@ class Poller:
             pass
 
     async def finish_calls(self) -> None:
-        """Commit what the member's last calls asked to commit, and give up what was revoked: it is done with both."""
+        """Commit as the member's last calls asked, and give up revoked partitions: the member is done with both."""
         await self.commit_delivered()
         self.answer()
 
@@ -188,7 +188,7 @@ class Poller:
         self._groups.wake(self.group)
 
     def close(self, topic: str) -> None:
-        """Forget the cursors of a deleted topic: a topic that has the name now is another one."""
+        """Forget the cursors of a deleted topic: a new topic may have its name now."""
         self.reader.revoke([place for place in self.reader.cursors if place.topic == topic])
         self.delivered = {place: offset for place, offset in self.delivered.items() if place.topic != topic}
 

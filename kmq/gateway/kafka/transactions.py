@@ -404,7 +404,7 @@ class Transactions(ApiHandler):
         return {"results_by_topic_v3_and_below": rows}
 
     def _absent(self, places: Iterable[Partition]) -> list[Partition]:
-        """Return those of these partitions that do not exist."""
+        """Return the partitions among these that do not exist."""
         counts = self._core.partitions.declared_of({topic for topic, _ in places})
         return [place for place in places if not (place[0] in counts and 0 <= place[1] < counts[place[0]][0])]
 

@@ -157,7 +157,7 @@ class Header(NamedTuple):
 
 
 class Reader:
-    """Reads a request: its strings, arrays and bytes. From a flexible version on their form is another one.
+    """Reads a request: its strings, arrays and bytes. Flexible versions encode them in another form.
 
     Every length is checked against the bytes that are left. All arrays of a request have at most MAX_ENTRIES together,
     because an entry of a few bytes costs microseconds, and more than a hundred bytes of memory.

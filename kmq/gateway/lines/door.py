@@ -195,7 +195,7 @@ class Consumption:
         return self._service.partitions.count(self._request.topic) > count
 
     async def _add_partitions(self, cursors: list[Cursor]) -> None:
-        """Follow partitions that the topic has got meanwhile, from their first record on."""
+        """Follow the topic's new partitions, from their first record on."""
         if self._request.partition is None:
             count = await self._service.run(self._service.partitions.count, self._request.topic)
             if count > len(cursors):
@@ -204,7 +204,7 @@ class Consumption:
 
 # --- door ------------------------------------------------------------------------------------------------------------
 
-_STOPPING = Failed("", "stopping", "the gateway is stopping; come again and go on at the next offset").encode()
+_STOPPING = Failed("", "stopping", "the gateway is stopping; connect again and go on at the next offset").encode()
 
 
 class Lines:

@@ -291,7 +291,7 @@ def up_to_gaps(start: Offsets, end: Offsets, found: Mapping[Key, Gaps]) -> tuple
 
 
 def cut_up(span: OffsetSpan, at: Iterable[int]) -> list[OffsetSpan]:
-    """Return the range cut at those of the offsets that lie in it."""
+    """Return the range, cut at the offsets that lie in it."""
     edges = [span.start, *(edge for edge in at if span.start < edge < span.end), span.end]
     return [OffsetSpan(span.key, low, high) for low, high in pairwise(edges)]
 
