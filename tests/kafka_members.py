@@ -154,7 +154,7 @@ def say_messages(messages: Iterable[Any]) -> None:
         say("message", each.partition, each.offset, (each.value or b"").decode())
 
 
-def send_assigned(assignment: Iterable[Any], before: list[int] | None) -> list[int] | None:
+def say_assigned(assignment: Iterable[Any], before: list[int] | None) -> list[int] | None:
     """Say which partitions there are now, if they are others than before; return them. None: there were none yet."""
     now = sorted(each.partition for each in assignment)
     if now == before or not (now or before is not None):
@@ -225,7 +225,7 @@ def run_kafka_python(port: str, group: str, topic: str, settings: dict[str, Any]
     while True:
         for messages in consumer.poll(timeout_ms=50).values():
             say_messages(messages)
-        before = send_assigned(consumer.assignment(), before)
+        before = say_assigned(consumer.assignment(), before)
         if waiting.empty():
             continue
         word, *rest = waiting.get()
@@ -264,7 +264,7 @@ async def _aiokafka(port: str, group: str, topic: str, settings: dict[str, Any])
     while True:
         for messages in (await consumer.getmany(timeout_ms=50)).values():
             say_messages(messages)
-        before = send_assigned(consumer.assignment(), before)
+        before = say_assigned(consumer.assignment(), before)
         if waiting.empty():
             continue
         word, *rest = waiting.get_nowait()

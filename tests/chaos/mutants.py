@@ -425,7 +425,7 @@ MUTANTS = [
     ),
     Mutant(
         "kafka: a batch does not say which one it follows",
-        [("kmq/gateway/kafka/producing.py", "after = min(name.last_stored(), first_id - 1)", "after = 0")],
+        [("kmq/gateway/kafka/producing.py", "after = min(name.last_stored_id(), first_id - 1)", "after = 0")],
         ["tests/unit/test_kafka_units.py"],
     ),
     Mutant(

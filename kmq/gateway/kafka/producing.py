@@ -77,7 +77,7 @@ class _Name:
         self.turn = asyncio.Lock()
         self.users = 0
 
-    def last_stored(self) -> int:
+    def last_stored_id(self) -> int:
         """Return the last stored id, as far as it is known; 0: no id."""
         return max(0, self.last or 0)
 
@@ -97,7 +97,7 @@ class _Name:
         if not self.has_refused():
             return False
         is_behind = _epoch_of(self.refused) == _epoch_of(first_id) and first_id > self.refused
-        return is_behind and self.last_stored() < self.refused
+        return is_behind and self.last_stored_id() < self.refused
 
     def has_refused(self) -> bool:
         """Return True if a batch was refused that its client may send again."""
@@ -117,7 +117,7 @@ class _Name:
         """Return True for a batch that follows one which may be stored without its client knowing."""
         since, epoch = time.monotonic() - _REPEATED_S, _epoch_of(first_id)
         self.unsure = {id: at for id, at in self.unsure.items() if at > since and _epoch_of(id) >= epoch}
-        return any(id < first_id and (self.last is None or id <= self.last_stored()) for id in self.unsure)
+        return any(id < first_id and (self.last is None or id <= self.last_stored_id()) for id in self.unsure)
 
 
 class _Own:
@@ -195,7 +195,7 @@ class ProduceHandler:
         producers: dict[tuple[int, int], list[Fields]] = {}
         for (pid, _, number), name in self._names.items():
             from_seq = name.from_seq
-            if name.last and name.last_stored():
+            if name.last and name.last_stored_id():
                 row = {"producer_id": pid, "producer_epoch": _epoch_of(name.last), "last_timestamp": name.timestamp}
                 # Records of an open transaction are not in the partition yet, so there is no offset at which it begins.
                 row |= {"last_sequence": (name.last - 1) % _SEQUENCES, "coordinator_epoch": -1}
@@ -361,7 +361,7 @@ class ProduceHandler:
                 if name.last is None:
                     name.last = await self._units.last_id(label)
                 before = name.last, name.refused
-                first_id = _first_id(batch.producer_epoch, batch.base_sequence, name.last_stored())
+                first_id = _first_id(batch.producer_epoch, batch.base_sequence, name.last_stored_id())
                 refused = _judge(batch, first_id, name) or await self._judge_first(part, batch, name)
                 if refused is not None:
                     is_gap = refused.code == ErrorCode.out_of_order_sequence_number
@@ -369,15 +369,18 @@ class ProduceHandler:
                     return refused if gap is None else self._in_task(gap, name)
                 if held is not None:
                     place = part.topic, part.partition
-                    held = await self._transactions.placed(held, place, first_id, name.last_stored())
+                    held = await self._transactions.placed(held, place, first_id, name.last_stored_id())
                 async with self._rendering:
                     await self._units.room()
                     lines = await self._lines(part, batch, label, first_id, held)
                     if (name.last, name.refused) == before:  # no earlier batch was refused meanwhile
-                        after = min(name.last_stored(), first_id - 1)
+                        after = min(name.last_stored_id(), first_id - 1)
                         task = self._send_lines(label, part, batch, from_seq, lines, name, first_id, after, held)
                         break
-            name.last, name.timestamp = max(name.last_stored(), first_id + batch.record_count - 1), batch.max_timestamp
+            name.last, name.timestamp = (
+                max(name.last_stored_id(), first_id + batch.record_count - 1),
+                batch.max_timestamp,
+            )
             if first_id <= name.refused or _epoch_of(name.refused) < batch.producer_epoch:
                 name.refused = 0
             return task
@@ -532,7 +535,7 @@ def _epoch_of(id: int) -> int:
 
 def _judge(batch: RecordBatch, first_id: int, name: _Name) -> Produced | None:
     """Return the refusal of a batch; None if it is the next one, or may be stored already."""
-    last = name.last_stored()
+    last = name.last_stored_id()
     epoch = _epoch_of(last)
     if last and batch.producer_epoch < epoch:
         return Produced(ErrorCode.invalid_producer_epoch, text=f"epoch {batch.producer_epoch}, where {epoch} is known")
@@ -575,8 +578,8 @@ def _note_refused(name: _Name, part: ProducedPart) -> None:
     """Note that a batch was refused before it was handed over."""
     producer = read_producer(part.records or b"")
     if producer is not None:
-        first_id = _first_id(producer.epoch, producer.sequence, name.last_stored())
-        if name.last is None or first_id <= name.last_stored():
+        first_id = _first_id(producer.epoch, producer.sequence, name.last_stored_id())
+        if name.last is None or first_id <= name.last_stored_id():
             name.doubt(first_id)
         name.refuse(first_id)
 
