@@ -228,11 +228,18 @@ def test_pieces_that_do_not_follow_one_another_are_refused(follower):
             incoming.write(bad)
 
 
-def test_files_that_are_no_data_directory_never_count_as_whole(follower):
-    for name in ("append/00000000000000000001.log", "format"):
+def test_files_that_are_no_data_directory_or_of_a_later_release_never_count_as_whole(follower):
+    log, later = "append/00000000000000000001.log", b"6 from_seq=1 marks_from=1 crc32=1"
+    unknown = "have no `format` that this release knows; install the leader's release"
+    for files, said in (
+        ({log: b"1"}, unknown),
+        ({"format": later, log: b"1"}, unknown),
+        ({"format": b"1"}, "came without a WAL"),
+    ):
         incoming = Incoming(follower)
-        incoming.write(PieceText(name, 0, 0, 0, b"1"))
-        with pytest.raises(WireError, match="without `format` or without a WAL"):
+        for name, content in files.items():
+            incoming.write(PieceText(name, 0, 0, 0, content))
+        with pytest.raises(WireError, match=said):
             incoming.finish()
         assert not settle(follower)
 
