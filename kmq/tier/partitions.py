@@ -117,7 +117,7 @@ class PartitionCopier:
         """Copy what is due, and yield after each object. `needed_seq`: objects of the WAL up to it wait for the copy."""
         if which.log.end is None and (lines := self._adopted(which)):
             self._uploads.commit(*lines)
-        seen = which.state.values(), which.log.end, needed_seq
+        seen = which.state.values(), which.log.end, needed_seq, which.limits
         if self._idle.get(which.name) == seen:
             return
         while which.is_behind:
@@ -295,12 +295,12 @@ class PartitionCopier:
     # --- the router's side -------------------------------------------------------------------------------------------
 
     def lay_out(
-        self, state: TierState, known: Mapping[tuple[str, int], PartitionState], lives: Mapping[str, int]
+        self, state: TierState, states: Mapping[tuple[str, int], PartitionState], lives: Mapping[str, int]
     ) -> None:
         """Lay out for the router which lines each file `tier` lacks, up to what router.ckpt covers."""
         for (name, life), log in state.logs.items():
             topic, _, number = name.rpartition("/")
-            here = known.get((topic, int(number)))
+            here = states.get((topic, int(number)))
             if here is None or lives.get(topic) != life or log.end is None:
                 continue
             try:

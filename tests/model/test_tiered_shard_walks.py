@@ -200,10 +200,10 @@ def without_own_end(monkeypatch):
     """A follower takes rows of what it does not have."""
     real = PartitionCopier.lay_out
 
-    def lay_out(self, state, known, lives):
-        for at in known.values():
+    def lay_out(self, state, states, lives):
+        for at in states.values():
             at.end_offset = 1 << 40
-        real(self, state, known, lives)
+        real(self, state, states, lives)
 
     monkeypatch.setattr(PartitionCopier, "lay_out", lay_out)
 

@@ -127,6 +127,19 @@ def test_a_sealed_segment_that_is_due_goes_up_whatever_its_size_and_is_deleted_t
     broker.stop()
 
 
+def test_a_lower_local_limit_is_obeyed_although_no_message_comes(tmp_path):
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=SEGMENT, tier="on", local_retention_bytes=1 << 30))
+    broker.send(*lines(400))
+    broker.turn()
+    assert not broker.rows()
+    broker.limits = ON
+    broker.queues.use_limits(ON)
+    broker.turn()
+    broker.tick()
+    assert broker.rows() and broker.local()[0] > 0
+    broker.kill()
+
+
 def test_without_tier_on_nothing_goes_up(tmp_path):
     broker = TieredBroker(tmp_path, Limits(segment_bytes=SEGMENT, local_retention_bytes=SEGMENT), object_bytes=4096)
     broker.send(*lines(200))
