@@ -448,11 +448,13 @@ class Copier:
         return [row for row in rows if row is not None]
 
     def _file(self, name: str, content: bytes, found: SmallFiles) -> CommitLine | None:
-        """Copy a file, and return its row; None if the store has this content."""
+        """Copy a file, and return its row; None if the store has this content, or that of a later checkpoint."""
         seq = {FILES[0]: found.routed_seq, FILES[1]: found.producers_seq}.get(name, 0)
         before, crc = self.commits.state.files.get(name), zlib.crc32(content)
         if before is not None and (before.number("crc"), before.number("bytes")) == (crc, len(content)):
             return None
+        if before is not None and seq < before.number("seq"):
+            return None  # of the leader before this one: the rows of the WAL up to there may be dropped
         made = self._upload(
             f"{self._key('files/' + str(self.commits.state.number + 1))}/{name}", objects.pack_file(content)
         )

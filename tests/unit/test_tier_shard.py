@@ -167,6 +167,31 @@ def test_a_commit_of_the_deposed_leader_that_arrives_late_is_right(shard, place)
     assert [row.number("last") for row in state(place, b).wal] == [100, 250, 300]
 
 
+def test_a_new_leader_does_not_replace_later_checkpoints_by_its_own(shard, place):
+    """The WAL that the older ones need may have gone since."""
+    a, b = shard
+    with open(f"{a.data}/router.ckpt", "rb") as file:
+        older = file.read()
+    a.append(LINES)
+    end = wal.last_stored(a.data)[0]
+    a.lead(8, end)
+    a.copier(place).turn()
+    known = state(place, a).files["router.ckpt"]
+    assert known.number("seq") == end
+    shutil.rmtree(b.data)
+    shutil.copytree(a.data, b.data)
+    for name, content in (("id", f"{b.page_id}\n".encode()), ("router.ckpt", older)):
+        with open(f"{b.data}/{name}", "wb") as file:
+            file.write(content)
+    b.lead(9, end)
+    b.copier(place).turn()
+    assert state(place, b).files["router.ckpt"] == known
+    b.append(LINES[:9])
+    b.page.raise_hw(end + 9)
+    b.copier(place).turn()
+    assert state(place, b).files["router.ckpt"].number("seq") == end + 9
+
+
 def test_a_leader_whose_doors_close_stops_and_one_that_leads_again_claims_anew(shard, place):
     a, _ = shard
     a.lead(8, 100)
