@@ -142,6 +142,8 @@ def test_old_records_are_the_same_on_every_broker_whichever_leads_and_after_the_
     sent = {int(line.split(b"|")[0]): line.rpartition(b"|")[2].decode() for line in kept if b"|orders." in line}
     assert len(sent) == MESSAGES == sum(text.count(b"\n") for text in reference)
 
+    equal = shard.command("verify")  # what all of them have on their disks
+    assert equal.returncode == 0 and "append: 1 to " in equal.stdout, equal
     led = [shard.leader()]
     while True:
         found = shard.consumed(led[-1])
