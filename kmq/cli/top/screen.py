@@ -325,7 +325,7 @@ def draw_pipeline(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
         drawn.append(line)
     if (copy := snapshot.copy) is not None:
         age = f" for {duration(copy.age_s)}" if copy.behind else ""
-        text = f"copied to seq {_whole(copy.seq)}, {count(copy.behind)} msg behind{age}"
+        text = f"seq {_whole(copy.seq)}, {count(copy.behind)} msg behind{age}"
         if copy.bytes or copy.behind_bytes:  # in 80 columns
             text += f"; topics {size(copy.bytes)}, {size(copy.behind_bytes)} behind"
         drawn.append(ScreenLine("tier  ", "dim").add(text))
