@@ -166,7 +166,8 @@ class CountedStore:
                 self._store.delete([key])
 
     def written_at(self, key: str) -> float:
-        return self._store.written_at(key)
+        with self._counted("get"):
+            return self._store.written_at(key)
 
 
 # --- a directory -----------------------------------------------------------------------------------------------------

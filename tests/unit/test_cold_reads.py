@@ -30,6 +30,7 @@ from kmq.gateway.grpc.calls import Streams
 from kmq.gateway.grpc.podbus import PodBus
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service
+from kmq.gateway.server import Gateway
 from kmq.log import reader, rows
 from kmq.log.bounds import Bounds, measure
 from kmq.log.damage import DamageError
@@ -752,6 +753,31 @@ def test_what_lies_in_the_cache_at_a_start_gives_way_before_anything_is_read(col
         again.close()
 
     asyncio.run(scenario())
+
+
+def test_a_gateway_counts_its_cache_at_the_start_and_podbus_reads_and_heals_through_it(cold, tmp_path):
+    fetch(cold, 1)
+    ports = dict.fromkeys(("GRPC", "HTTP", "METRICS", "EGRESS", "STATUS", "KAFKA"), "0")
+    settings = {f"KMQ_{name}_PORT": port for name, port in ports.items()} | {
+        "KMQ_TIER": f"file://{cold.broker.store.root}",
+        "KMQ_PODBUS_TOPIC": "t",
+        "KMQ_PIPES": str(tmp_path),
+    }
+
+    async def scenario(found):
+        gateway = Gateway(found.settings, found.page, FakeLogger())
+        serving = asyncio.create_task(gateway.run())
+        await until(lambda: gateway.core.cold.nbytes == cold.cache.nbytes, "what lies there from before is counted")
+        assert not gateway.core.cold.fetched
+        first = await gateway.bus.consume(SimpleNamespace(offset=1), None)
+        harm(cold)
+        assert await gateway.bus.consume(SimpleNamespace(offset=1), None) == first and gateway.core.cold.fetched == 2
+        gateway.stopping.set()
+        await serving
+
+    with up(cold.data, synced=COUNT, **settings) as found:
+        found.page.rows["router"].seq = COUNT
+        asyncio.run(scenario(found))
 
 
 def test_without_a_store_or_a_cache_a_start_does_nothing(cold):

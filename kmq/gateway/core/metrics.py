@@ -267,7 +267,7 @@ ROWS = (
     ),
     Metric(
         "kmq_cluster_epoch",
-        "Last message of the cluster's Broadcast Queue that this broker has processed.",
+        "Last message of the Broadcast Queue that this broker has processed.",
         *_single(AGENT, "epoch", "pid"),
     ),
     Metric(
