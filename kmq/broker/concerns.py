@@ -360,9 +360,11 @@ def _kafka(page: StatsPage, settings: Settings) -> Iterator[Finding]:
             if count == 1
             else (f"{count} clients of Kafka ask where the broker is and never come")
         )
-        told = [f"{host}:{port}" for host, port in (settings.kafka_advertise or {}).values()]
+        hosts = [f"{host}:{port}" for host, port in (settings.kafka_advertise or {}).values()]
         where = (
-            f"KMQ_KAFKA_ADVERTISE={', '.join(told)}" if told else "by default where their first connection has arrived"
+            f"KMQ_KAFKA_ADVERTISE={', '.join(hosts)}"
+            if hosts
+            else "by default where their first connection has arrived"
         )
         why = f"{who} to the address that they are told, {where}"
         advice = (
@@ -470,7 +472,7 @@ def _tier(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     if row.standing and not row.silence():
         code = f"tier_{TIER_PROBLEMS[row.standing]}"
         why, advice = (text.format(log=log) for text in _TIER[code])
-        words = page.said(TIER).partition(": ")[2]
+        words = page.note_of(TIER).partition(": ")[2]
         yield _warning(code, TIER, f"{why}: {words}" if words else why, advice, TIER)
     if row.silence() or row.state_name == "stopped":
         why = f"the process tier {row.silence() or 'has ended'}: nothing is copied to KMQ_TIER"
@@ -507,7 +509,7 @@ def _cold(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     log = log_of("gateway", row.supervisor)
     if row.tier_damaged:
         why = f"old records of topics cannot be read, because {row.tier_damaged:,} objects of KMQ_TIER are missing or altered"
-        why += f", the last of them with {page.said('gateway')}" if page.said("gateway") else ""
+        why += f", the last of them with {page.note_of('gateway')}" if page.note_of("gateway") else ""
         advice = (
             f"event=tier_object_damaged names each ({log}); kmq tier verify --deep; find out who deletes in the store"
         )

@@ -7,7 +7,7 @@ Layout      3: a line of text that names the data directory, then one row of 64 
             row of the replica; then 8 words for each intake (KMQ_INTAKES), in their order: INTAKE_FIELDS; then 16 words
             for each other broker of a shard, while this one leads: FOLLOWER_FIELDS and the broker's name; then 2 words
             for each of TRENDS, which the gateway writes. The last row of the page is that of the tier's process, after a
-            text of 256 bytes for each of SAYING.
+            note of 256 bytes for each of NOTES.
 Owners      Each word of a row is written by its process only, except `clock_trust` (`kmq clock`), `starts`, which
             `kmq up` resets, the words on damage, which `kmq verify` writes too, and the row of a gateway, agent or
             replica that has ended for good, which the supervisor completes. Readers: `kmq status`, the gateway, the
@@ -58,8 +58,8 @@ _STARTS = {name: _TEXT // 8 + at * _ROW for at, name in enumerate(_FRONT)}  # pr
 _HISTOGRAMS = _TEXT // 8 + len(_FRONT) * _ROW
 _STARTS[REPLICA] = _HISTOGRAMS + len(TIMED) * WORDS
 _STARTS[TIER] = _FILE_BYTES // 8 - _ROW  # at the end: TRENDS before it may grow
-SAYING = (TIER, "gateway")  # processes with a text for people beside their words
-_SAID = 256  # bytes of such a text
+NOTES = (TIER, "gateway")  # processes with a note for people beside their words
+_NOTE = 256  # bytes of a note
 _POLL_S = 0.1
 RESTARTED_S = 600  # a process that has lived for so long is not in a loop of restarts; the kubelet counts so, too
 FRESH_S = 2.0  # a process without a heartbeat for longer is stopped, hung or dead
@@ -173,7 +173,7 @@ _OWN: dict[str, tuple[str, ...]] = {  # the words from _OWN_AT on
         "full_in",  # seconds until the disk or the quota is full, at the rate of the last minutes; 0: not known
         "tier_failing_since",  # CLOCK_MONOTONIC, ns: since when readers wait for an object that the store does not give
         "cache_full_since",  # CLOCK_MONOTONIC, ns: since when an object waits for room in tier/cache
-        "tier_damaged",  # objects of old records that were missing or altered; the text says which was the last
+        "tier_damaged",  # objects of old records that were missing or altered; the note says which was the last
     ),
     AGENT: (
         "epoch",  # the last message of the Broadcast Queue that was processed
@@ -368,9 +368,9 @@ class Row:
         is_soon = self.starts and self.started and time.monotonic_ns() - self.started < RESTARTED_S * 1_000_000_000
         return self.restart_streak + 1 if is_soon else 0
 
-    def wipe(self, kept: Collection[str] = ()) -> None:
-        """Forget everything of a predecessor except the fields that outlive a process, and those in `kept`."""
-        lasting = {self.fields[name] for name in (*_LASTING, *kept) if name in self.fields}
+    def wipe(self, fields: Collection[str] = ()) -> None:
+        """Forget everything of a predecessor except the fields that outlive a process, and those in `fields`."""
+        lasting = {self.fields[name] for name in (*_LASTING, *fields) if name in self.fields}
         for at in range(_ROW):
             if at not in lasting:
                 self._words[at] = 0
@@ -526,19 +526,19 @@ class StatsPage:
                 found.append((name, dict(zip(FOLLOWER_FIELDS, words.tolist(), strict=False))))
         return found
 
-    def say(self, process: str, text: str) -> None:
-        """Write the text of one of SAYING; what does not fit is cut. For that process."""
-        content = text.encode()[: _SAID - 1].decode(errors="ignore").encode()
-        at = self._said_at(process)
-        self._mm[at : at + _SAID] = content.ljust(_SAID, b"\0")
+    def write_note(self, process: str, text: str) -> None:
+        """Write the note of one of NOTES; what does not fit is cut. For that process."""
+        content = text.encode()[: _NOTE - 1].decode(errors="ignore").encode()
+        at = self._note_at(process)
+        self._mm[at : at + _NOTE] = content.ljust(_NOTE, b"\0")
 
-    def said(self, process: str) -> str:
-        """Return the text of one of SAYING. While it is being written it may be mixed: it is for people."""
-        at = self._said_at(process)
-        return bytes(self._mm[at : at + _SAID]).partition(b"\0")[0].decode(errors="replace")
+    def note_of(self, process: str) -> str:
+        """Return the note of one of NOTES. While it is being written it may be mixed: it is for people."""
+        at = self._note_at(process)
+        return bytes(self._mm[at : at + _NOTE]).partition(b"\0")[0].decode(errors="replace")
 
-    def _said_at(self, process: str) -> int:
-        return 8 * _STARTS[TIER] - _SAID * (len(SAYING) - SAYING.index(process))
+    def _note_at(self, process: str) -> int:
+        return 8 * _STARTS[TIER] - _NOTE * (len(NOTES) - NOTES.index(process))
 
     def publish_trend(self, code: str, figure: int = 0, other: int = 0) -> None:
         """Write the figures of one of TRENDS; without figures the trend is not in force. For the gateway."""

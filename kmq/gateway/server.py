@@ -85,7 +85,7 @@ class Gateway:
         self.generation = 0  # of the role in which it serves
         self.incidents = Incidents(self._warn)
         self.page, self.row = page, page.rows["gateway"]
-        self.page.say("gateway", "")
+        self.page.write_note("gateway", "")
         self.strangers = Strangers(self.row, self.incidents)
         self.core = Core(settings, page, log, self.strangers, lambda: self.role is not None and self.role.is_unsure)
         self.broker = self.core.broker

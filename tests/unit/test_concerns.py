@@ -195,11 +195,11 @@ def test_while_the_store_is_away_it_is_said_when_the_disk_will_be_full(page, soo
 
 def test_damage_in_the_store_is_said_with_its_topic_and_offsets(page):
     set_words(page.rows["tier"], **LIVING, standing=stats.TIER_PROBLEMS.index("damaged"))
-    page.say("tier", "damaged: 3 objects are missing, such as offsets 0 to 511 of orders/3")
+    page.write_note("tier", "damaged: 3 objects are missing, such as offsets 0 to 511 of orders/3")
     assert found(page)["tier_damaged"].why.endswith(": 3 objects are missing, such as offsets 0 to 511 of orders/3")
     page.rows["tier"].standing = 0
     page.rows["gateway"].tier_damaged = 2
-    page.say("gateway", "offsets 512 to 1000 of orders/3: is missing")
+    page.write_note("gateway", "offsets 512 to 1000 of orders/3: is missing")
     finding = found(page)["tier_damaged"]
     assert "2 objects" in finding.why and "offsets 512 to 1000 of orders/3" in finding.why
 

@@ -108,7 +108,7 @@ def test_a_store_that_is_away_is_waited_for(alone):
     assert alone.row().failing_since and alone.process.poll() is None  # the log comes last
     assert (Path(alone.data) / "tier/status").read_text().startswith("away: ")
     until(lambda: alone.row().create_failed, "failed requests are counted", alone.log)
-    assert peek(alone.instance).said(TIER).startswith("away: ")
+    assert peek(alone.instance).note_of(TIER).startswith("away: ")
     alone.store.unlink()
     until(alone.is_copied, "all is copied", alone.log)
     until(lambda: "event=tier_store_back" in alone.log() and not alone.row().failing_since, "it says so", alone.log)
