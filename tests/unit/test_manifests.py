@@ -713,6 +713,18 @@ def test_a_shard_with_a_copy_reaches_consul_and_the_store(render):
     assert {443, 8500, 53} <= ports and any("to" in rule for rule in policy["spec"]["egress"])
 
 
+def test_the_containers_that_speak_to_the_store_have_its_credentials(render):
+    """The process `tier` copies, and the gateway fetches old records in."""
+    (workload,) = [each for each in render("overlays/tier") if each["kind"] == "StatefulSet"]
+    spec = workload["spec"]["template"]["spec"]
+    names = {
+        each["name"]
+        for each in [*spec["initContainers"], *spec["containers"]]
+        if "AWS_SECRET_ACCESS_KEY" in {env["name"] for env in each.get("env", ())}
+    }
+    assert names == {"restore", "gateway", "tier"}
+
+
 def test_the_replicas_of_a_shard_are_on_nodes_of_their_own(render):
     (broker,) = [pod for pod, _ in agreement.brokers(render(SHARD))]
     (term,) = broker["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
