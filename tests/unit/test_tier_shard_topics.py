@@ -148,6 +148,7 @@ def test_a_new_leader_goes_on_inside_a_segment_and_the_old_one_takes_its_rows(sh
     assert a.read() == b.read() == b"".join(a.sent)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("at", "fate"), [(2, "late"), (3, "lost"), (3, "done"), (3, "late"), (5, "late")])
 def test_whichever_request_of_a_leader_goes_wrong_the_next_one_goes_on(shard, at, fate):
     a, b = shard
@@ -197,6 +198,7 @@ def test_a_new_leader_whose_checkpoint_is_older_than_the_last_row_waits_for_the_
     assert rows_of(b)[-1][1] > 400 and b.read() == b"".join(b.sent)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("harm", ["lost", "damaged", "cut"])
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 def test_a_follower_whose_file_is_lost_or_damaged_gets_it_again(shard, harm, has_checkpoint):
