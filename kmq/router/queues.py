@@ -158,9 +158,30 @@ class Retention:
                 count = self._tiering.due(at, state, limits, now_s, most)
                 is_all = count == len(state.sealed) and count and not state.active_bytes
                 gone += self._retire_all(state) if is_all else state.retire(count)
+        gone = gone or self._retire_for_room()
         if gone:
             self._checkpoints.start(gone)
         return bool(gone)
+
+    def _retire_for_room(self) -> list[Segment]:
+        """While the disk is short of room, retire segments that KMQ_TIER has, the oldest first, before their limits."""
+        covered = [*self._tiering.covered()]
+        lacking = self._context.shortage() if covered else 0
+        gone: list[Segment] = []
+        if lacking <= 0:
+            return gone
+        oldest = [
+            (part.newest_ts(), number, at) for at, parts in covered for number, part in enumerate(parts[:AT_ONCE])
+        ]
+        for *_, at in sorted(oldest)[:AT_ONCE]:
+            if lacking <= 0:
+                break
+            gone += self._logs.states[at].retire(1)
+            lacking -= gone[-1].size
+        nbytes = sum(part.size for part in gone)
+        self._context.logger.info("room_from_tier", log="topics", segments=len(gone), bytes=nbytes)
+        self._context.recount()
+        return gone
 
     def _retire_all(self, state: PartitionState) -> list[Segment]:
         """Retire all segments of a log, but keep its last record, because it says where the log ends."""
@@ -329,6 +350,8 @@ class Queues:
         check: Callable[[], None] = lambda: None,
         lacks_room: Callable[[], bool] = lambda: False,
         has_room: Callable[[int], bool] = lambda nbytes: True,
+        shortage: Callable[[], int] = lambda: 0,
+        recount: Callable[[], object] = lambda: None,
         now_s: Callable[[], float] = time.time,
         before_topic: "Callable[[Queues], object]" = lambda queues: None,
     ) -> None:
@@ -339,7 +362,8 @@ class Queues:
         topics are records of the WAL; False (no framer): requests are carried out at once. `in_shard`: a declaration
         without a record is refused, because other replicas would not have it. `damaged` is called with each damage
         found, `check` repeatedly during long work, as a sign of life. `lacks_room`: is the disk or the quota full?
-        `has_room`: may a copy of so many bytes be made?
+        `has_room`: may a copy of so many bytes be made? `shortage`: bytes to be freed before messages are refused;
+        `recount` is called after a deletion.
         `now_s`: the clock for ages. After the start, `before_topic` is called before a message makes a topic; it may
         wait, and make room meanwhile.
         """
@@ -356,6 +380,8 @@ class Queues:
             has_room,
             now_s,
             make_room=self.make_room,
+            shortage=shortage,
+            recount=recount,
         )
         self._is_recovered, self._before_topic = False, before_topic
         routes: dict[bytes, Target] = {}

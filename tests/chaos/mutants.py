@@ -775,8 +775,28 @@ MUTANTS = [
     ),
     Mutant(
         "tier: local limits delete what the store does not have",
-        [(TIERING, "covered = sum(end <= (found.end or 0) for end in ends)", "covered = len(ends)")],
+        [(TIERING, "covered = sum(end <= (found.end or 0) for end in state.sealed_ends()[:most])", "covered = most")],
         [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: for room segments go that the store does not have",
+        [(TIERING, "count = sum(end <= (found.end or 0) for end in state.sealed_ends())", "count = len(state.sealed)")],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: for room the WAL goes that the store does not have",
+        [(WAL, "free = min(copied_seq(self.data), needed_after())", "free = needed_after()")],
+        ["tests/unit/test_wal.py"],
+    ),
+    Mutant(
+        "tier: for room the WAL goes that a restart needs",
+        [(WAL, "free = min(copied_seq(self.data), needed_after())", "free = copied_seq(self.data)")],
+        ["tests/unit/test_wal.py"],
+    ),
+    Mutant(
+        "tier: what went from the local WAL for room goes from the store",
+        [("kmq/tier/turn.py", "not (is_too_much or is_too_old)", "False")],
+        ["tests/unit/test_tier_turn.py"],
     ),
     Mutant(
         "tier: what total limits took leaves the start where it was",

@@ -75,7 +75,7 @@ class Walk:
             made.tick()
             self.begin = max(self.begin, min(offset, len(made.sent)))
         elif what == "room":
-            made.lacks_room = not made.lacks_room
+            made.shortage = 0 if made.shortage else rnd.choice([1, SEGMENT, 1 << 30])
         elif what == "lose":
             self._lose()
         self.check(what)
