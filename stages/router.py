@@ -131,6 +131,7 @@ def run(stage: Stage) -> None:
         has_room=admission.has_room,
         shortage=admission.shortage,
         recount=admission.recount,
+        has_store=bool(settings.tier),
         now_s=AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s,
         before_topic=partial(wait_for_quota, stage, admission),
     )

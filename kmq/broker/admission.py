@@ -43,6 +43,7 @@ _LONGER = 2  # a stored line takes at most twice its bytes in the FIFO; must_wai
 TOPIC_INODES = 6  # files and directories of a topic with one partition: those listed below
 NEW_TOPIC = 24 * KIB  # two directories, topic.toml, log, index, a long symlink: one block each
 OLD_TOPIC = 8 * KIB  # log and index may take this beyond their bytes: a last block each, provisional index lines
+_NO_LIMIT = -(1 << 62)  # bytes that are lacking
 _OTHERS = 4 * MIB  # the WAL's index, dropped.log, checkpoints (twice while they are replaced)
 _DISK_SHARE, _QUOTA_SHARE = 10, 4  # the reserve is at most this part of the whole: small disks and quotas work too
 _INODES, _INODE_SHARE = 4096, 20  # kept free for segments, checkpoints, new topics; at most this part of all
@@ -156,7 +157,7 @@ class Admission:
         self.disk: os.statvfs_result | None = None  # result of the last look
         self._looked_at = self._counted_at = 0.0
         self._lacks_disk = self._lacks_quota = self._waiting = False
-        self._short_of_disk = self._short_of_quota = 0
+        self._short_of_disk = self._short_of_quota = _NO_LIMIT
 
     def _use_quota(self) -> None:
         self.quota = self._in_force.settings.data_quota
@@ -172,11 +173,11 @@ class Admission:
             self._counted_at = now
             reserve = min(self.accepted_bytes, self.quota // _QUOTA_SHARE)
             self._lacks_quota = self._quota_lacks(_threshold(reserve, self._lacks_quota), self._lacks_quota)
-            self._short_of_quota = 0 if self._usage is None else -self._quota_left(self._usage, 2 * reserve)
+            self._short_of_quota = _NO_LIMIT if self._usage is None else -self._quota_left(self._usage, 2 * reserve)
         return "disk_full" if self._lacks_disk else "quota" if self._lacks_quota else ""
 
     def shortage(self) -> int:
-        """Return how many bytes to free so that messages will not soon be refused; 0 or less: none.
+        """Return how many bytes to free so that messages will not soon be refused; 0 or less: so many may be written.
 
         A lack of inodes counts as a byte. After a deletion call `recount`.
         """
@@ -209,7 +210,9 @@ class Admission:
         disk = self.disk = os.statvfs(self.data)
         reserve = min(self.accepted_bytes + self._unrouted, disk.f_blocks * disk.f_frsize // _DISK_SHARE)
         free, inodes = disk.f_bavail * disk.f_frsize, _inode_reserve(disk)
-        self._short_of_disk = max(2 * reserve - free, int(disk.f_files > 0 and disk.f_favail < 2 * inodes))
+        self._short_of_disk = 2 * reserve - free
+        if disk.f_files and disk.f_favail < 2 * inodes:
+            self._short_of_disk = max(1, self._short_of_disk)
         lacks_inodes = disk.f_files > 0 and disk.f_favail < _threshold(inodes, refusing)
         return lacks_inodes or free < _threshold(reserve, refusing)
 

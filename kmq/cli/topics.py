@@ -341,13 +341,16 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False,
 ) -> None:
     """Show a topic: its limits and where each comes from, and the size of each partition."""
-    settings = load()
+    settings, more = load(), list[str]()
     if elsewhere() is None:
         _require(settings, name)
         found = describe(settings, name)
         from_seq, columns, last = found["from_seq"], ["limit", "value", "from"], ">last offset"
         limits = [[limit, _text(limit, row["value"]), row["from"]] for limit, row in found["limits"].items()]
-        logs = [(row["messages"], row["bytes"], row["first_offset"], row["last_offset"]) for row in found["logs"]]
+        shown = ["messages", "bytes", "first_offset", "last_offset"]
+        if any(row["local_offset"] > row["first_offset"] for row in found["logs"]):  # the others lie in KMQ_TIER
+            shown, more = [*shown, "local_offset"], [">on this disk from"]
+        logs = [[row[column] for column in shown] for row in found["logs"]]
     else:  # a gateway returns every limit in force, but not where it comes from
         found = _ask_topic("GET", name)
         from_seq, columns, last = found["fromSeq"], ["limit", "value"], ">end offset"
@@ -357,7 +360,7 @@ def show(
             if option not in ("name", "partitions", "fromSeq")
         ]
         logs = [
-            (_counted(row, row["startOffset"]), row["bytes"], row["startOffset"], row["endOffset"])
+            [_counted(row, row["startOffset"]), row["bytes"], row["startOffset"], row["endOffset"]]
             for row in found["partitions"]
         ]
     if as_json:
@@ -366,7 +369,8 @@ def show(
     since = "pending" if from_seq is None else f"in force from seq {from_seq}"
     print(f"topic {name}: {len(logs)} partition(s), {since}")
     print_table(columns, limits)
-    print_table(("partition", ">messages", ">bytes", ">first offset", last), ((n, *row) for n, row in enumerate(logs)))
+    titles = "partition", ">messages", ">bytes", ">first offset", last, *more
+    print_table(titles, ([n, *row] for n, row in enumerate(logs)))
 
 
 def describe(settings: Settings, name: str) -> dict[str, Any]:
@@ -391,6 +395,7 @@ def describe(settings: Settings, name: str) -> dict[str, Any]:
             "bytes": size.nbytes,
             "first_offset": size.first_offset,
             "last_offset": gaps.before(size.gaps, size.end_offset) - 1 if size.messages else None,
+            "local_offset": size.local_offset,
         }
         for size in measure(settings.data, name, declared.partitions)
     ]

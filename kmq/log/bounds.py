@@ -18,7 +18,7 @@ from kmq.log.topics import Declaration
 
 
 class PartitionSize(NamedTuple):
-    """One partition: its first offset, the offset of its next record, and what is on disk."""
+    """One partition: its first offset, the offset of its next record, and what is on disk, from `local_offset` on."""
 
     partition: int
     first_offset: int
@@ -26,6 +26,7 @@ class PartitionSize(NamedTuple):
     nbytes: int
     segments: int
     gaps: Gaps = ()
+    local_offset: int = 0
 
     @property
     def messages(self) -> int:
@@ -41,7 +42,8 @@ def measure(data: str, topic: str, partitions: int) -> list[PartitionSize]:
         first = min(log.first_offset, end)
         found = segment.survey(log.directory)
         size = sum(part.size for part in found)
-        sizes.append(PartitionSize(number, first, end, size, len(found), log.gaps()))
+        local = found[0].first if found else end
+        sizes.append(PartitionSize(number, first, end, size, len(found), log.gaps(), local))
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""All partition logs of a data directory: the interface for the router stage; their retention; compacted segments.
+"""All partition logs of a data directory: the interface for the router stage; their retention; segments that were laid out.
 
 Example: `queues.route([block])` appends the lines of a block to topics/orders/0, topics/orders/1, … and returns the
 bytes written. `queues.tick()`, once a second, seals and deletes segments and begins checkpoints.
@@ -12,8 +12,8 @@ Invariant   Every record up to `routed_seq` is in its partition log, except what
             A compacted segment replaces only a sealed and synced segment, and covers exactly the same records.
 Crash       The logs are copies, and the WAL is the truth. A start of the router examines every log, deletes segments
             that the last checkpoint no longer counts, and replays the WAL from the earliest end of a log (recovery.py).
-            remnant.py describes crashes while the last record is kept. A segment that compaction has written stays
-            until it is installed or discarded (kmq/log/compaction.py).
+            remnant.py describes crashes while the last record is kept. A segment that was laid out stays until it is
+            installed or discarded (kmq/log/compaction.py, kmq/log/fetched.py).
 Memory      A cold partition is one small object, its PartitionState. At most `most_open` logs have a descriptor.
 """
 
@@ -26,9 +26,10 @@ from functools import partial
 
 from kmq.files import FULL, WaitForRoom, give_up
 from kmq.links.layout import Block
-from kmq.log import compaction, remnant, segment, topic_changes
+from kmq.log import compaction, fetched, gaps, remnant, segment, topic_changes
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
+from kmq.log.fetched import FETCHED
 from kmq.log.partition import PartitionLog, PartitionState, directory_of
 from kmq.log.remnant import Kept
 from kmq.log.segment import COMPACT, Limits, Segment
@@ -291,7 +292,7 @@ class Retention:
         self._logs.unsynced |= unsynced  # the append that waits for room comes after this checkpoint
 
 
-# --- compacted segments ----------------------------------------------------------------------------------------------
+# --- segments that other processes lay out ---------------------------------------------------------------------------
 
 
 def install_compacted(context: Context, in_force: TopicsInForce, logs: PartitionLogs) -> bool:
@@ -316,6 +317,28 @@ def install_compacted(context: Context, in_force: TopicsInForce, logs: Partition
         old.size -= saved
         context.logger.info("segment_compacted", file=old.path, bytes=old.size, saved=saved)
         is_due = True
+    return is_due
+
+
+def install_fetched(context: Context, logs: PartitionLogs, tiering: Tiering) -> bool:
+    """Install old records that `kmq tier fetch` has laid out; return True if a checkpoint has to follow."""
+    is_due = False
+    for sealed in reversed(compaction.waiting(context.data, FETCHED)):  # the newest first: each becomes the first one
+        at = sealed.topic, sealed.partition
+        found, state = tiering.of(*at), logs.states.get(at)
+        fits = found is not None and state is not None and sealed.first >= found.begin(state.start)
+        if not fits or state is None or sealed.end != gaps.ends([state.start], state.gaps)[0]:
+            reason = "the partition, or what this disk has of it, begins elsewhere now"
+        elif not fetched.is_whole(context.data, sealed):
+            reason = "the router was killed while it installed it"
+        else:
+            part = fetched.install(context.data, sealed)
+            state.keep(part)
+            context.logger.info("segment_fetched", file=part.path, first_offset=part.first, bytes=part.size)
+            is_due = True
+            continue
+        context.logger.warn("fetched_discarded", file=sealed.place(context.data, FETCHED), reason=reason)
+        compaction.discard(context.data, sealed, FETCHED)
     return is_due
 
 
@@ -352,6 +375,7 @@ class Queues:
         has_room: Callable[[int], bool] = lambda nbytes: True,
         shortage: Callable[[], int] = lambda: 0,
         recount: Callable[[], object] = lambda: None,
+        has_store: bool = True,
         now_s: Callable[[], float] = time.time,
         before_topic: "Callable[[Queues], object]" = lambda queues: None,
     ) -> None:
@@ -363,7 +387,7 @@ class Queues:
         without a record is refused, because other replicas would not have it. `damaged` is called with each damage
         found, `check` repeatedly during long work, as a sign of life. `lacks_room`: is the disk or the quota full?
         `has_room`: may a copy of so many bytes be made? `shortage`: bytes to be freed before messages are refused;
-        `recount` is called after a deletion.
+        `recount` is called after a deletion. `has_store`: False without KMQ_TIER; then local limits delete nothing.
         `now_s`: the clock for ages. After the start, `before_topic` is called before a message makes a topic; it may
         wait, and make room meanwhile.
         """
@@ -382,6 +406,7 @@ class Queues:
             make_room=self.make_room,
             shortage=shortage,
             recount=recount,
+            has_store=has_store,
         )
         self._is_recovered, self._before_topic = False, before_topic
         routes: dict[bytes, Target] = {}
@@ -462,9 +487,10 @@ class Queues:
         self.tiering.install()
         self.retention.roll_over_if_due()
         if not self.checkpoints.is_busy:
-            compacted = install_compacted(self.context, self.in_force, self.logs)
+            installed = install_compacted(self.context, self.in_force, self.logs)
+            installed |= install_fetched(self.context, self.logs, self.tiering)
             is_begun = self.retention.begin_owed() or self.retention.retire()
-            if not is_begun and (compacted or self.checkpoints.is_due):
+            if not is_begun and (installed or self.checkpoints.is_due):
                 self.checkpoints.start()
 
     def use_limits(self, limits: Limits) -> None:

@@ -161,14 +161,14 @@ class Tiering:
         if found is None:
             return limits.expired(state.sealed, state.active_bytes, now_s, most)
         if self._is_writing:  # room is made for this file itself: its start cannot move now
-            return self._due_here(found, state, limits, now_s, most) if limits.is_tiered else 0
+            return self._due_here(found, state, limits, now_s, most)
         start, count = self._due_in_all(found, state, limits, now_s, most)
         if start > found.begin(state.start):
             sealed = state.sealed
             self.set_start(*at, start)
             if state.sealed is not sealed:  # it waited for room, and segments went meanwhile: the next tick looks again
                 return 0
-        return max(count, self._due_here(found, state, limits, now_s, most)) if limits.is_tiered else count
+        return max(count, self._due_here(found, state, limits, now_s, most))
 
     def _due_in_all(
         self, found: TierFile, state: PartitionState, limits: Limits, now_s: float, most: int
@@ -189,7 +189,9 @@ class Tiering:
         return ([*(part.first for part in state.sealed), state.base][count] if count else begin), count
 
     def _due_here(self, found: TierFile, state: PartitionState, limits: Limits, now_s: float, most: int) -> int:
-        """Return how many segments may go by local limits."""
+        """Return how many segments may go by local limits. Without KMQ_TIER nobody could read what they hold."""
+        if not (limits.is_tiered and self._context.has_store):
+            return 0
         covered = sum(end <= (found.end or 0) for end in state.sealed_ends()[:most])
         return min(covered, limits.local().expired(state.sealed, state.active_bytes, now_s, most)) if covered else 0
 
@@ -197,7 +199,8 @@ class Tiering:
         """Yield each partition of topics with tier=on, and its oldest segments that the store has, without the last record."""
         for at in self._files:
             found, state = self.of(*at), self._states.get(at)
-            if found is not None and state is not None and self._in_force.limits_of(at[0]).is_tiered:
+            is_tiered = self._context.has_store and self._in_force.limits_of(at[0]).is_tiered
+            if found is not None and state is not None and is_tiered:
                 count = sum(end <= (found.end or 0) for end in state.sealed_ends())
                 if parts := [*state.sealed[: count - (count == len(state.sealed) and not state.active_bytes)]]:
                     yield at, parts
