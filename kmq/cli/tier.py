@@ -138,21 +138,21 @@ def fetch(
     data = existing_data()
     if topic not in topics.names(data):
         raise topics.unknown(topic, topics.names(data))
-    limits, count = fetching.limits_of(settings, topic), topics.read(data, topic).partitions
+    limits, count = fetching.limits_of(settings, data, topic), topics.read(data, topic).partitions
     if partition is not None and not 0 <= partition < count:
         raise ConfigError(f"topic {topic}: has partitions 0 to {count - 1}")
     numbers = [*range(count)] if partition is None else [partition]
     planned = [fetching.plan(data, topic, number, limits.segment_bytes) for number in numbers]
-    for of_partition in planned:
-        fetching.check_limits(settings, topic, limits, of_partition, time.time())
     parts = [part for of_partition in planned for part in of_partition]
     if parts:
         if not settings.tier:
             raise ConfigError("KMQ_TIER is not set: there is no store to fetch from")
+        for of_partition in planned:
+            fetching.check_limits(data, topic, limits, of_partition, time.time())
         fetching.check_room(settings, sum(part.nbytes for part in parts))
         with counting("fetched {task.completed:,.0f} bytes") as progress:
             check = partial(fetching.check_room, settings)
-            fetching.fetch(settings, open_store(settings.tier), parts, progress, check)
+            fetching.fetch(data, open_store(settings.tier), parts, progress, check)
     is_installed = _are_installed(settings, topic, numbers)
     nbytes = sum(part.nbytes for part in parts)
     print(

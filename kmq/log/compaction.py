@@ -106,7 +106,7 @@ def compactor(data: str, waits: bool = False) -> contextlib.AbstractContextManag
 
     `waits`: until another compactor has ended; else raises BusyError. Unfinished files of a dead compactor are removed.
     """
-    return box_writer(data, COMPACTED, "compact", waits)
+    return box_writer(data, COMPACTED, "compaction", waits)
 
 
 @contextlib.contextmanager

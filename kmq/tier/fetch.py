@@ -76,16 +76,17 @@ def _end_before(local: int, found: TierFile) -> int:
     return next((first for first, to in found.gaps if to == local), local)
 
 
-def limits_of(settings: Settings, topic: str) -> Limits:
-    return Limits.of(InForce(settings).settings).with_changes(topics.read(settings.data, topic).limits)
+def limits_of(settings: Settings, data: str, topic: str) -> Limits:
+    """Return the limits in force of a topic of this data directory."""
+    return Limits.of(InForce(settings).settings).with_changes(topics.read(data, topic).limits)
 
 
-def check_limits(settings: Settings, topic: str, limits: Limits, planned: list[FetchedSegment], now_s: float) -> None:
+def check_limits(data: str, topic: str, limits: Limits, planned: list[FetchedSegment], now_s: float) -> None:
     """Raise ConfigError if the local limits of a topic would delete what is planned for a partition."""
-    if not (planned and limits.is_tiered and settings.tier):
+    if not (planned and limits.is_tiered):
         return
     which, wanted = planned[0].which, []
-    there = sum(part.size for part in segment.survey(directory_of(settings.data, topic, which.partition)))
+    there = sum(part.size for part in segment.survey(directory_of(data, topic, which.partition)))
     total, most = there + sum(each.nbytes for each in planned), limits.local_retention_bytes
     if most and total > most:
         wanted.append(f"local_retention_bytes={total + limits.segment_bytes}")
@@ -162,15 +163,15 @@ def _lines(store: Store, lineage: str, planned: FetchedSegment) -> Iterator[byte
 
 
 def fetch(
-    settings: Settings,
+    data: str,
     store: Store,
     planned: list[FetchedSegment],
     progress: Callable[[int], object],
-    check: Callable[[int], object],
+    check: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
     """Lay out segments, the newest of each partition first. `check` is called with the bytes of each, and may raise."""
-    lineage = identity.lineage(settings.data)
-    with box_writer(settings.data, FETCHED, "fetch") as where:
-        for each in planned:
-            check(each.nbytes)
-            lay_out(settings.data, store, lineage, each, where, progress)
+    if planned:
+        with box_writer(data, FETCHED, "fetch") as where:
+            for each in planned:
+                check(each.nbytes)
+                lay_out(data, store, identity.lineage(data), each, where, progress)

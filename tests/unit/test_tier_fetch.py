@@ -47,10 +47,8 @@ def settings_of(broker, **more):
 
 def lay_out(broker, count=None):
     """What the command does before the router comes to it; only the `count` newest segments. Return their bytes."""
-    settings = settings_of(broker)
-    planned = fetching.plan(broker.data, "t", 0, SEGMENT)[:count]
     sizes = []
-    fetching.fetch(settings, broker.store, planned, sizes.append, lambda nbytes: None)
+    fetching.fetch(broker.data, broker.store, fetching.plan(broker.data, "t", 0, SEGMENT)[:count], sizes.append)
     return sum(sizes)
 
 
@@ -227,11 +225,10 @@ def test_without_room_nothing_is_written_and_it_says_how_much_is_lacking(made):
 
 
 def test_local_limits_that_would_delete_it_at_once_are_said(made):
-    settings, now_s = settings_of(made), made.now_s
     planned = fetching.plan(made.data, "t", 0, SEGMENT)
 
-    def check(settings=settings, **limits):
-        fetching.check_limits(settings, "t", Limits(**{"tier": "on"} | limits), planned, now_s)
+    def check(**limits):
+        fetching.check_limits(made.data, "t", Limits(**{"tier": "on"} | limits), planned, made.now_s)
 
     with pytest.raises(ConfigError, match=r"kmq topics set t local_retention_bytes=\d+, or tier=off"):
         check(local_retention_bytes=SEGMENT)
@@ -239,7 +236,6 @@ def test_local_limits_that_would_delete_it_at_once_are_said(made):
         check(local_retention_age=1e-6)
     check()
     check(tier="off", local_retention_bytes=SEGMENT)
-    check(load({"KMQ_DATA": made.data}, "none"), local_retention_bytes=SEGMENT)  # nothing leaves the disk then
 
 
 def test_without_a_store_local_limits_delete_nothing(made):
