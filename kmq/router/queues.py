@@ -391,8 +391,7 @@ class Queues:
         `now_s`: the clock for ages. After the start, `before_topic` is called before a message makes a topic; it may
         wait, and make room meanwhile.
         """
-        context = self.context = Context(
-            data,
+        of_stage = (
             wait_for_room,
             log,
             wal_is_synced,
@@ -403,11 +402,8 @@ class Queues:
             lacks_room,
             has_room,
             now_s,
-            make_room=self.make_room,
-            shortage=shortage,
-            recount=recount,
-            has_store=has_store,
         )
+        context = self.context = Context(data, *of_stage, self.make_room, shortage, recount, has_store)
         self._is_recovered, self._before_topic = False, before_topic
         routes: dict[bytes, Target] = {}
         in_force = self.in_force = TopicsInForce(context, limits or Limits(), routes.clear)

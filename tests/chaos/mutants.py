@@ -78,6 +78,7 @@ LEADER_ALONE = "test_in_a_shard_the_leader_alone_reaches_topics_and_all_whenever
 COMMITTED, UNIT_COMMITTED = "kmq/log/committed.py", "tests/unit/test_committed.py"
 TIERING, ROWS, COLD = "kmq/router/tiering.py", "kmq/log/rows.py", "kmq/tier/cache.py"
 UNIT_TIER, UNIT_COLD, UNIT_ROWS = (f"tests/unit/test_{name}.py" for name in ("tier_partitions", "cold_reads", "rows"))
+UNIT_FETCH = "tests/unit/test_tier_fetch.py"
 GAPS, UNIT_GAPS, UNIT_FORK = "kmq/log/gaps.py", "tests/unit/test_gaps.py", "tests/unit/test_fork.py"
 DATA_DIRECTORY = "kmq/broker/data_directory.py"
 DISKS, UNIT_DISKS = "kmq/replica/disks.py", "tests/unit/test_replica_disks.py"
@@ -777,6 +778,31 @@ MUTANTS = [
         "tier: local limits delete what the store does not have",
         [(TIERING, "covered = sum(end <= (found.end or 0) for end in state.sealed_ends()[:most])", "covered = most")],
         [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: what retention deleted comes back by a fetch",
+        [("kmq/router/queues.py", "and sealed.first >= found.begin(state.start)", "")],
+        [UNIT_FETCH],
+    ),
+    Mutant(
+        "tier: a segment that was fetched is put before another one than it ends at",
+        [("kmq/router/queues.py", "sealed.end != gaps.ends([state.start], state.gaps)[0]", "False")],
+        [UNIT_FETCH],
+    ),
+    Mutant(
+        "tier: half an installation is taken for a whole one",
+        [("kmq/router/queues.py", "elif not fetched.is_whole(context.data, sealed):", "elif False:")],
+        [UNIT_FETCH],
+    ),
+    Mutant(
+        "tier: records before the start are fetched",
+        [("kmq/tier/fetch.py", "max(group[0].base, begin)", "group[0].base")],
+        [UNIT_FETCH],
+    ),
+    Mutant(
+        "tier: without a store local limits delete",
+        [(TIERING, "if not (limits.is_tiered and self._context.has_store):", "if not limits.is_tiered:")],
+        [UNIT_FETCH],
     ),
     Mutant(
         "tier: for room segments go that the store does not have",
