@@ -166,11 +166,10 @@ class Retention:
 
     def _retire_for_room(self) -> list[Segment]:
         """While the disk is short of room, retire segments that KMQ_TIER has, the oldest first, before their limits."""
-        covered = [*self._tiering.covered()]
-        lacking = self._context.shortage() if covered else 0
         gone: list[Segment] = []
-        if lacking <= 0:
+        if not self._tiering.has_files or (lacking := self._context.shortage()) <= 0:
             return gone
+        covered = self._tiering.covered()
         oldest = [
             (part.newest_ts(), number, at) for at, parts in covered for number, part in enumerate(parts[:AT_ONCE])
         ]
@@ -179,9 +178,10 @@ class Retention:
                 break
             gone += self._logs.states[at].retire(1)
             lacking -= gone[-1].size
-        nbytes = sum(part.size for part in gone)
-        self._context.logger.info("room_from_tier", log="topics", segments=len(gone), bytes=nbytes)
-        self._context.recount()
+        if gone:
+            nbytes = sum(part.size for part in gone)
+            self._context.logger.info("room_from_tier", log="topics", segments=len(gone), bytes=nbytes)
+            self._context.recount()
         return gone
 
     def _retire_all(self, state: PartitionState) -> list[Segment]:

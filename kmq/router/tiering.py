@@ -63,6 +63,10 @@ class Tiering:
         found = self._file(name, number)
         return found if found is not None and found.end is not None else None
 
+    @property
+    def has_files(self) -> bool:
+        return bool(self._files)
+
     def _file(self, name: str, number: int) -> TierFile | None:
         found = self._files.get((name, number))
         if found is None:

@@ -6,6 +6,7 @@ import pathlib
 import random
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
@@ -15,6 +16,7 @@ from kmq.errors import CorruptError
 from kmq.log import identity, index, reader, remnant, segment, wal
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
+from stages.durability import Durability
 
 LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 90)) for n in range(1, 301)]
 
@@ -335,6 +337,20 @@ def test_for_room_the_oldest_segments_go_that_the_store_has_and_nobody_needs(dat
     log = reopen(data)
     assert log.last_seq == 300 and everything(data, left[0]) == b"".join(stored(LINES)[left[0] - 1 :])
     log.close()
+
+
+@pytest.mark.parametrize("url", ["", "file:///store"])
+def test_durability_asks_for_a_shortage_only_where_there_is_a_store(data, url):
+    job = Durability.__new__(Durability)  # without the links of a stage, which it does not need here
+    row, asked = SimpleNamespace(state_name="ready"), []
+    job.stage = SimpleNamespace(
+        page=SimpleNamespace(rows={"router": row}), settings=SimpleNamespace(data=data, tier=url)
+    )
+    job.wal, job.clock = reopen(data), SimpleNamespace(now_s=time.time)
+    job.admission = SimpleNamespace(shortage=lambda: asked.append(1) or 0)
+    job._retain()
+    assert len(asked) == bool(url)
+    job.wal.close()
 
 
 @pytest.mark.parametrize("step", ["remove", "settle", "sync_directory"])
