@@ -356,9 +356,11 @@ def _kafka(page: StatsPage, settings: Settings) -> Iterator[Finding]:
             if count == 1
             else (f"{count} clients of Kafka ask where the broker is and never come")
         )
-        told = [f"{host}:{port}" for host, port in (settings.kafka_advertise or {}).values()]
+        hosts = [f"{host}:{port}" for host, port in (settings.kafka_advertise or {}).values()]
         where = (
-            f"KMQ_KAFKA_ADVERTISE={', '.join(told)}" if told else "by default where their first connection has arrived"
+            f"KMQ_KAFKA_ADVERTISE={', '.join(hosts)}"
+            if hosts
+            else "by default where their first connection has arrived"
         )
         why = f"{who} to the address that they are told, {where}"
         advice = (

@@ -348,9 +348,9 @@ class Row:
         is_soon = self.starts and self.started and time.monotonic_ns() - self.started < RESTARTED_S * 1_000_000_000
         return self.restart_streak + 1 if is_soon else 0
 
-    def wipe(self, kept: Collection[str] = ()) -> None:
-        """Forget everything of a predecessor except the fields that outlive a process, and those in `kept`."""
-        lasting = {self.fields[name] for name in (*_LASTING, *kept) if name in self.fields}
+    def wipe(self, fields: Collection[str] = ()) -> None:
+        """Forget everything of a predecessor except the fields that outlive a process, and those in `fields`."""
+        lasting = {self.fields[name] for name in (*_LASTING, *fields) if name in self.fields}
         for at in range(_ROW):
             if at not in lasting:
                 self._words[at] = 0

@@ -82,7 +82,7 @@ def follow(
 
     It goes on after the last message that this node has processed. A message
     is marked as processed when it was printed, or when its command succeeded;
-    after a crash it may come again. A node that is new, or was away for too
+    after a crash it may be printed again. A new node, or one away for too
     long, gets a snapshot first: a line with the type snapshot.
 
     A node has one subscriber: exit code 69 if there is another. If Consul is

@@ -37,7 +37,7 @@ _ENV = {row.attribute: row.env for row in SETTINGS if row.attribute != "tier"} |
 _BYTES = ((" GiB", 1 << 30), (" MiB", 1 << 20), (" KiB", 1 << 10), (" B", 1))
 _AGES = (("d", 86400.0), ("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001))
 _NAME = typer.Argument(help="A topic; see kmq topics list.")
-_KEPT = "The WAL keeps the messages until its retention deletes them"
+_WAL_HINT = "The WAL keeps the messages until its retention deletes them"
 
 
 def _require(settings: Settings, name: str) -> None:
@@ -234,18 +234,18 @@ def set_limits(
         _require_leader(settings)
         if partitions is not None:
             _check_growth(settings, name, partitions, force)
-    asked = _parse_changes(name, pairs) if pairs or partitions is None else {}
-    limits = [f"{limit}={value}" if value else f"{limit} unset" for limit, value in asked.items()]
+    wanted = _parse_changes(name, pairs) if pairs or partitions is None else {}
+    limits = [f"{limit}={value}" if value else f"{limit} unset" for limit, value in wanted.items()]
     growth = [] if partitions is None else [f"{partitions} partition(s)"]
     if not is_here:
-        body = _as_options(asked) | ({} if partitions is None else {"partitions": partitions, "force": force})
+        body = _as_options(wanted) | ({} if partitions is None else {"partitions": partitions, "force": force})
         _ask_topic("PATCH", name, body)
         print(f"topic {name}: {' '.join(limits + growth)}, in force")
         return
-    if asked:
-        since = "in force" if _set(settings, name, asked) else "in force when the router has adopted it"
+    if wanted:
+        since = "in force" if _set(settings, name, wanted) else "in force when the router has adopted it"
         print(f"topic {name}: {' '.join(limits)}, {since}")
-        if asked.get("tier") == "on":
+        if wanted.get("tier") == "on":
             _say_what_stays(settings, name)
     if partitions is not None:
         since = ", in force" if _grow(settings, name, partitions) else " when the router has adopted it"
@@ -280,18 +280,18 @@ def _grow(settings: Settings, name: str, partitions: int) -> bool:
     return True
 
 
-def _set(settings: Settings, name: str, asked: dict[str, str]) -> bool:
+def _set(settings: Settings, name: str, changes: dict[str, str]) -> bool:
     """Change limits as asked. Return False if the router has not adopted them yet."""
     own = topic_changes.limits_to_be(settings.data, name, topics.read(settings.data, name).limits)
-    topic_changes.apply(own, asked)
+    topic_changes.apply(own, changes)
     Limits().with_changes(own)
-    topics.check_letters(name, asked)
-    topics.check_tier(settings.data, name, asked, own, bool(settings.shard))
-    request = topic_changes.submit(settings.data, topic_changes.SET, name, asked)
+    topics.check_letters(name, changes)
+    topics.check_tier(settings.data, name, changes, own, bool(settings.shard))
+    request = topic_changes.submit(settings.data, topic_changes.SET, name, changes)
     if not _is_carried_out(settings, request):
         return False
     now = topics.read(settings.data, name).limits if name in topics.names(settings.data) else {}
-    if any(now.get(limit, "") != value for limit, value in asked.items()):
+    if any(now.get(limit, "") != value for limit, value in changes.items()):
         raise KmqError(
             f"topic {name}: was not changed as asked; the log of the broker says why (event request_refused)"
         )
@@ -316,7 +316,7 @@ def _parse_changes(name: str, pairs: list[str]) -> dict[str, str]:
     """Return limit → text; "" for a return to the setting. Raises ConfigError without a pair, or for an unknown
     limit.
     """
-    asked = {}
+    changes = {}
     for pair in pairs:
         limit, equals, value = (part.strip() for part in pair.partition("="))
         if limit == "partitions":
@@ -325,10 +325,10 @@ def _parse_changes(name: str, pairs: list[str]) -> dict[str, str]:
             raise ConfigError(f"{pair!r}: expected <limit>=<value>, with one of {', '.join(LIMITS)}")
         if limit not in LIMITS:
             raise ConfigError(f"{limit}: unknown limit; expected one of {', '.join(LIMITS)}")
-        asked[limit] = value
-    if not asked:
+        changes[limit] = value
+    if not changes:
         raise ConfigError(f"topic {name}: nothing to change; give <limit>=<value>, with one of {', '.join(LIMITS)}")
-    return asked
+    return changes
 
 
 # --- show ------------------------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def truncate(
         return
     if not yes:
         confirm(what, "delete them", "Delete them for good?")
-    request = topic_changes.begin_at(settings.data, name, topics.known_from_seq(settings.data, name), starts)
+    request = topic_changes.begin_at(settings.data, name, topics.from_seq_of(settings.data, name), starts)
     if not _is_carried_out(settings, request):
         print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")
         return
@@ -531,12 +531,12 @@ def delete(
         if not yes:
             raise ConfigError(f"topic {name}: give --yes to delete it with its messages at {there.url}")
         _ask_topic("DELETE", name)
-        print(f"topic {name}: deleted, and its space is free. {_KEPT}")
+        print(f"topic {name}: deleted, and its space is free. {_WAL_HINT}")
         return
     _require(settings, name)
     _require_leader(settings)
     found = describe(settings, name)
-    from_seq = topics.known_from_seq(settings.data, name)
+    from_seq = topics.from_seq_of(settings.data, name)
     what = f"topic {name}: {found['messages']:,} messages, {found['bytes']:,} bytes, {found['partitions']} partition(s)"
     if not yes:
         confirm(what, "delete it", "Delete it for good?")
@@ -548,7 +548,7 @@ def delete(
         if topics.load(settings.data, name)[1] == found["from_seq"]:
             raise KmqError(f"topic {name}: was not deleted; the log of the broker says why (event request_refused)")
         what += "; a message has created it again"
-    print(f"{what}: deleted, and their space is free. {_KEPT}")
+    print(f"{what}: deleted, and their space is free. {_WAL_HINT}")
 
 
 def add_to(app: typer.Typer) -> None:

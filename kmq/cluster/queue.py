@@ -427,16 +427,16 @@ class BroadcastQueue:
         The steps run in the caller's thread, because they may call back. Their requests are sent in the loop's thread.
         """
         try:
-            asked = next(steps)
+            step = next(steps)
             while True:
                 if stop is not None and stop.is_set():
                     raise Stopped("told to stop")
                 try:
-                    answer = self._thread.run(self._queue._transport.ask(asked))
+                    answer = self._thread.run(self._queue._transport.ask(step))
                 except ConsulError as error:
-                    asked = steps.throw(error)
+                    step = steps.throw(error)
                 else:
-                    asked = steps.send(answer)
+                    step = steps.send(answer)
         except StopIteration as end:
             result: T = end.value
             return result

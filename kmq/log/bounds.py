@@ -86,12 +86,12 @@ class Bounds:
             now = signature(f"{self._data}/topics")
             if now != self._listed[0]:
                 self._listed = now if is_settled(now) else (), topics.names(self._data)
-                self.keep(self._listed[1])
+                self.evict_except(self._listed[1])
         except FileNotFoundError:
             return []
         return self._listed[1]
 
-    def keep(self, names: list[str]) -> None:
+    def evict_except(self, names: list[str]) -> None:
         """Forget all topics except these: the others were deleted."""
         if len(self._declared) <= len(names):
             return
@@ -132,7 +132,7 @@ class Bounds:
         log = reader.partition(self._data, topic, partition)
         active = _active(directory)  # before the read, so that a write during the read counts as a change
         end = log.end_offset()
-        bounds = min(log.first_offset if self._is_strict else log.known_first(), end), end
+        bounds = min(log.first_offset if self._is_strict else log.first_readable(), end), end
         if active is not None:
             self._bounds[directory] = *active, bounds
         else:

@@ -72,7 +72,7 @@ class Sealed:
     def path(self, data: str) -> str:
         return f"{directory_of(data, self.topic, self.partition)}/{segment.name(self.first)}"
 
-    def place(self, data: str, box: str = COMPACTED) -> str:
+    def outbox_path(self, data: str, box: str = COMPACTED) -> str:
         return f"{outbox(data, box)}/{self}"
 
 
@@ -173,7 +173,7 @@ def hand_over(data: str, which: Sealed, making: str, box: str = COMPACTED) -> No
         with open(f"{making}/{name}", "rb") as file:
             os.fsync(file.fileno())
     sync_directory(making)
-    os.rename(making, which.place(data, box))
+    os.rename(making, which.outbox_path(data, box))
     sync_directory(outbox(data, box))
 
 
@@ -220,7 +220,7 @@ def waiting(data: str, box: str = COMPACTED) -> list[Sealed]:
 
 def install(data: str, which: Sealed) -> int:
     """Replace a segment by its compacted form, and return the new size. Resumes where a crash interrupted it."""
-    place, log = which.place(data), which.path(data)
+    place, log = which.outbox_path(data), which.path(data)
     directory, index = os.path.dirname(log), segment.index_path(log)
     if os.path.exists(f"{place}/log"):
         with contextlib.suppress(FileNotFoundError):
@@ -239,6 +239,6 @@ def discard(data: str, which: Sealed, box: str = COMPACTED) -> None:
     """Remove a segment that waits and no longer fits, such as a compacted one whose original has changed or is gone."""
     hidden = f"{outbox(data, box)}/{_MAKING}{which}-discarded"
     os.rename(
-        which.place(data, box), hidden
+        which.outbox_path(data, box), hidden
     )  # in one step, because a half-removed directory looks like a swap to resume
     shutil.rmtree(hidden, ignore_errors=True)

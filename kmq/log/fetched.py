@@ -33,12 +33,12 @@ def waiting_of(data: str, topic: str, partition: int) -> list[Sealed]:
 
 def is_whole(data: str, which: Sealed) -> bool:
     """Return False for what a kill has left of an installation."""
-    return all(os.path.exists(f"{which.place(data, FETCHED)}/{name}") for name in ("log", "idx"))
+    return all(os.path.exists(f"{which.outbox_path(data, FETCHED)}/{name}") for name in ("log", "idx"))
 
 
 def install(data: str, which: Sealed) -> Segment:
     """Give a segment its place. A reader finds it with its index, or not at all."""
-    place, log = which.place(data, FETCHED), which.path(data)
+    place, log = which.outbox_path(data, FETCHED), which.path(data)
     os.rename(f"{place}/idx", segment.index_path(log))
     os.rename(f"{place}/log", log)
     sync_directory(os.path.dirname(log))

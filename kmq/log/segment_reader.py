@@ -320,13 +320,13 @@ class SegmentReader:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def checked_lines(self, offset: int, known: LineStart = UNKNOWN, near: int = 0) -> Iterator[CheckedLines]:
+    def checked_lines(self, offset: int, start: LineStart = UNKNOWN, near: int = 0) -> Iterator[CheckedLines]:
         """Yield checked lines, from the block that holds `offset` on.
 
-        `known` (a line start) and `near` (its `at`) come from an earlier read, and save the search.
+        `start` (a line start) and `near` (its `at`) come from an earlier read, and save the search.
         """
         begin = self.block_holding(offset, near)
-        hint = known if known.offset <= offset else UNKNOWN
+        hint = start if start.offset <= offset else UNKNOWN
         if begin is None:
             yield from self._unindexed(max(LineStart(self.first, 0), hint))
             return

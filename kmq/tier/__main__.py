@@ -59,12 +59,12 @@ class CopyProcess:
         self._words = ""  # why nothing is copied
         self._seen = -1  # the copied seq for which `oldest` was found
 
-    def run(self, told: list[int]) -> None:
+    def run(self, signals: list[int]) -> None:
         """Copy until a signal has come."""
         threading.Thread(target=self._work, daemon=True).start()
         self._row.state = STATES.index("ready")
         looked = 0.0
-        while not told:
+        while not signals:
             self._row.heartbeat = time.monotonic_ns()
             if time.monotonic() - looked > 1.0:
                 looked = time.monotonic()
@@ -219,17 +219,17 @@ class CopyProcess:
 def _run(settings: Settings, log: Logger, supervisor: int) -> None:
     if not settings.tier:
         raise ConfigError("KMQ_TIER is not set: there is no copy to make")
-    told: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: told.append(number))
-    page = open_page(TIER, settings, supervisor, log, lambda: bool(told))
+        signal.signal(number, lambda number, frame: signals.append(number))
+    page = open_page(TIER, settings, supervisor, log, lambda: bool(signals))
     os.makedirs(f"{settings.data}/{DIRECTORY}", exist_ok=True)
     owner = FileLock(f"{settings.data}/{DIRECTORY}/.owner")
     owner.acquire("the copy of this directory", describe(TIER, settings.data))
     os.nice(_NICE)
     row = page.rows[TIER]
     row.begin(supervisor)
-    CopyProcess(settings, page, log).run(told)
+    CopyProcess(settings, page, log).run(signals)
     row.end(EXIT_OK)
 
 

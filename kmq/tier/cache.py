@@ -101,7 +101,7 @@ class TierCache:
         self._fetched[path] = time.monotonic(), os.stat(path).st_mtime_ns
 
     def _check_store(self) -> None:
-        """Raise StoreError if the store has not even the first commit: it is another one, or it is not mounted."""
+        """Raise StoreError if the store has not even the first commit: it is another store, or it is not mounted."""
         try:
             get(self._store, f"{self._lineage}/commits/{1:020d}")
         except MissingError:
@@ -154,7 +154,7 @@ class TierCache:
                 self.remove(path)
 
     def remove(self, path: str) -> None:
-        """Remove the object in a directory; who has it open reads on."""
+        """Remove the object in a directory; a reader that has it open reads on."""
         remove_object(self._root, path)
         self._sizes.pop(path, None)
         self._fetched.pop(path, None)

@@ -1,4 +1,4 @@
-"""Old records of topics: what the store lacks of partitions with tier=on goes up, and the router is told.
+"""Old records of topics: uploads the missing ones of partitions with tier=on, and lays out rows for the router.
 
     orders/3 ends with offset 1512 in router.ckpt, its rows with 1000
         → an object topics/orders/130/3/1000-1512…, and `add orders/3 life=130 base=1000 next=1512 …` in a commit
@@ -53,7 +53,7 @@ class TieredPartition(NamedTuple):
     topic: str
     number: int
     life: int
-    known: PartitionState
+    state: PartitionState
     limits: Limits
     logs: Mapping[tuple[str, int], TierFile]
 
@@ -69,7 +69,7 @@ class TieredPartition(NamedTuple):
     @property
     def is_behind(self) -> bool:
         end = self.log.end
-        return self.limits.is_tiered and (end is None or end < self.known.end_offset)
+        return self.limits.is_tiered and (end is None or end < self.state.end_offset)
 
 
 class PartitionCopier:
@@ -80,18 +80,18 @@ class PartitionCopier:
     ) -> None:
         self._data, self._limits, self._object_bytes = data, limits, object_bytes
         self._uploads, self._logger = uploads, logger
-        self._damaged: dict[str, str] = {}  # by partition: what was said
-        self._idle: dict[str, object] = {}  # by partition: what was not due at the last look
+        self._damaged: dict[str, str] = {}  # by partition: the last logged reason
+        self._idle: dict[str, object] = {}  # by partition: its state when nothing was due
         self._waiting: dict[str, tuple[object, int]] = {}  # by partition: `waiting_seq`, and for what it holds
-        self._compared: set[tuple[str, int]] = set()  # partitions whose last row says what the disk says
+        self._compared: set[tuple[str, int]] = set()  # partitions whose last row matches the disk
 
     def found(
-        self, state: TierState, known: Mapping[tuple[str, int], PartitionState], lives: Mapping[str, int]
+        self, state: TierState, states: Mapping[tuple[str, int], PartitionState], lives: Mapping[str, int]
     ) -> list[TieredPartition]:
         """Return the partitions that have rows, or whose topics say tier=on; first those that have waited longest."""
         usual, found = self._limits(), []
         of_topic: dict[str, Limits] = {}
-        for (topic, number), at in known.items():
+        for (topic, number), at in states.items():
             if topic.startswith(gaps.INTERNAL) or topic not in lives:
                 continue
             if topic not in of_topic:
@@ -114,7 +114,7 @@ class PartitionCopier:
         """Copy what is due, and yield after each object. `needed_seq`: objects of the WAL up to it wait for the copy."""
         if which.log.end is None and (lines := self._adopted(which)):
             self._uploads.commit(*lines)
-        seen = which.known.values(), which.log.end, needed_seq
+        seen = which.state.values(), which.log.end, needed_seq
         if self._idle.get(which.name) == seen:
             return
         while which.is_behind:
@@ -154,8 +154,8 @@ class PartitionCopier:
         self._compare(which, segments[0].first)
         lines, begin = self._skipped(which, segments[0].first)
         log = reader.local(self._data, which.topic, which.number)
-        end = next((gap.first for gap in log.gaps() if begin < gap.first), which.known.end_offset)
-        end = min(end, which.known.end_offset)
+        end = next((gap.first for gap in log.gaps() if begin < gap.first), which.state.end_offset)
+        end = min(end, which.state.end_offset)
         first = log.stamp_of(begin) if begin < end else None
         if first is None or not (first[0] <= needed_seq or self._is_due(which, segments, begin, end, now_s)):
             return []
@@ -183,7 +183,7 @@ class PartitionCopier:
         if at in self._compared or not log.rows or log.end is None:
             return
         last = log.rows[-1]
-        if which.known.end_offset < log.end:
+        if which.state.end_offset < log.end:
             raise AheadError(f"the store has {which.name} up to offset {log.end}, this directory less: an older state")
         if last.next > local:
             first, lines = reader.local(self._data, which.topic, which.number).read(last.next - 1, 1)
@@ -198,7 +198,7 @@ class PartitionCopier:
         """
         directory = directory_of(self._data, which.topic, which.number)
         found = gaps.read(directory)
-        begin = max(which.known.start, rows.of(directory).start)
+        begin = max(which.state.start, rows.of(directory).start)
         start = gaps.passed(found, max(local, begin))
         end, lines = which.log.end, []
         if gaps.passed(found, begin) < start:
@@ -218,8 +218,8 @@ class PartitionCopier:
     def _is_due(self, which: TieredPartition, segments: list[Segment], begin: int, end: int, now_s: float) -> bool:
         """Return True if the records begin…end-1 fill an object, or a sealed segment with some is due by local limits."""
         *sealed, active = segments
-        behind = [part for part, after in pairwise(segments) if after.first > begin]
-        if sum(part.size for part in behind) + active.size >= self._object_bytes:
+        rest = [part for part, after in pairwise(segments) if after.first > begin]
+        if sum(part.size for part in rest) + active.size >= self._object_bytes:
             log = reader.local(self._data, which.topic, which.number)
             if log.cuts(begin, end, self._object_bytes):
                 return True
@@ -230,11 +230,11 @@ class PartitionCopier:
         """Return the seq of the first record that waits for its copy. Objects of the WAL from there on are needed."""
         if not which.is_behind:
             return identity.NEVER
-        seen = which.log.end, which.known.start
-        known = self._waiting.get(which.name)
-        if known is None or known[0] != seen:
-            known = self._waiting[which.name] = seen, self._first_waiting(which)
-        return known[1]
+        seen = which.log.end, which.state.start
+        cached = self._waiting.get(which.name)
+        if cached is None or cached[0] != seen:
+            cached = self._waiting[which.name] = seen, self._first_waiting(which)
+        return cached[1]
 
     def _first_waiting(self, which: TieredPartition) -> int:
         log = reader.local(self._data, which.topic, which.number)

@@ -121,7 +121,7 @@ def test_batches_and_ranges_have_the_same_bytes(cold, nbytes):
             else:
                 asked = cold.get(Range, cold.log(), offset, COUNT, nbytes)
                 assert asked.first_offset == offset
-                while span := asked.take():
+                while span := asked.next_span():
                     found += span.read()
                 asked.close()
                 offset = asked.next_offset
@@ -136,7 +136,7 @@ def test_a_range_ends_before_the_first_row_that_is_not_there(cold):
     cold.cache.fetch(missing.value.directory, missing.value.life, row)
     asked = Range(cold.log(), row.base + 3, COUNT)
     assert (asked.first_offset, asked.next_offset) == (row.base + 3, row.next)
-    span = asked.take()
+    span = asked.next_span()
     assert span.read() == b"".join(cold.sent[row.base + 3 : row.next])
     asked.close()
 
@@ -156,7 +156,7 @@ def test_a_row_that_reaches_into_the_segments_is_read_once(tmp_path):
         first, text = cold.get(partition.read, offset, 1 << 20)
         assert first == offset and text == b"".join(cold.sent[offset : offset + text.count(b"\n")])
         asked = cold.get(partition.range, offset, offset + 40)
-        found = asked.take().read()
+        found = asked.next_span().read()
         assert asked.first_offset == offset and found == b"".join(cold.sent[offset : asked.next_offset])
         asked.close()
     made.kill()
@@ -171,7 +171,7 @@ def test_a_read_before_the_start_begins_at_the_start(cold):
     assert cold.get(partition.read, 0, 1)[0] == start == partition.start() == Bounds(cold.data).of("t", 0)[0]
     assert cold.get(partition.batch, 3, 1).offset == start
     asked = cold.get(partition.range, 0, COUNT)
-    assert asked.first_offset == start and asked.take().read().startswith(cold.sent[start])
+    assert asked.first_offset == start and asked.next_span().read().startswith(cold.sent[start])
     asked.close()
     assert cold.get(cold.log().find, 1, SEQ).offset == start
     assert 0 not in cold.fetched  # the row before the start is not needed
@@ -267,7 +267,7 @@ def test_what_the_disk_has_is_read_as_ever_though_tier_is_damaged(cold, damaged)
     offset, found = damaged, b""
     while offset < COUNT:
         asked = partition.range(offset)
-        while span := partition.take(asked):
+        while span := partition.next_span(asked):
             found += span.read()
         offset = asked.next_offset
         asked.close()
@@ -399,7 +399,7 @@ def whole_range(partition):
     """The bytes of the first object, as a consumer that catches up gets them."""
     asked, found = partition.range(0), b""
     try:
-        while span := partition.take(asked):
+        while span := partition.next_span(asked):
             found += span.read()
     finally:
         asked.close()

@@ -3,14 +3,14 @@
     partition.read(17, MIB)       → NotHereError: the object with the records 0…511 is not here
     await cold.wait(err, 20.0)    → it is here: read again
 
-Invariant   A reader that waits is told of no end that is not one, and never that its offset is out of range. An object is
-            asked for once, however many readers wait for it. Who waits holds no thread, no open file and no share of the
-            answers' budget. Hot reads need nothing of this module.
+Invariant   A reader that waits is never told that the log ends before it does, nor that its offset is out of range. An
+            object is requested once, however many readers wait for it. A waiting reader holds no thread, no open file
+            and no share of the answers' budget. Hot reads need nothing of this module.
 Store away  The request is repeated while somebody waits; `failure` says why it takes so long.
 Damage      An object that is missing, or not what its row says, is damage of its records: `damage`, for each reader once.
-Ahead       Who has read one object gets the next one before it asks.
+Ahead       A reader that has read one object gets the next one before it asks.
 Room        What was fetched in gives way while the disk lacks room, also what lies there when the gateway starts.
-Cost        Two threads, from the first cold read on. At a start one look at the cache, where there is one.
+Cost        Two threads, from the first cold read on. At a start the cache, if there is one, is listed once.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _TICK_S = 1.0
 class ColdObject:
     """A row that is fetched in. `is_here`: it can be read now. `failure`: what the store said last; `damage`: for good.
 
-    `is_given_up`: the store was away, and nobody has asked for a while. Who reads again asks for it anew.
+    `is_given_up`: the store was away, and nobody has asked for a while. The next read asks for it anew.
     """
 
     def __init__(self, err: NotHereError) -> None:
@@ -79,7 +79,7 @@ class ColdReads:
         self._lacks_room = lacks_room
         self._objects: dict[str, ColdObject] = {}  # that are not here yet, by path
         self._ahead: dict[str, tuple[ColdObject, float]] = {}  # fetched in: once it is read, the next one is wanted
-        self._asked: SimpleQueue[ColdObject | None] = SimpleQueue()
+        self._queue: SimpleQueue[ColdObject | None] = SimpleQueue()
         self._has_threads, self._opening = False, threading.Lock()
         self._cache: TierCache | None = None
         self._ticking: asyncio.TimerHandle | None = None
@@ -104,10 +104,10 @@ class ColdReads:
     def want(self, err: NotHereError, is_ahead: bool = False) -> ColdObject:
         """Have a row fetched in, and return it at once."""
         found = ColdObject(err)
-        known = self._objects.get(found.path)
-        if known is not None:
-            known.wanted_at = time.monotonic()
-            return known
+        existing = self._objects.get(found.path)
+        if existing is not None:
+            existing.wanted_at = time.monotonic()
+            return existing
         self.waits += not is_ahead
         self._objects[found.path] = found
         self._fetch(found)
@@ -136,7 +136,7 @@ class ColdReads:
         if self._cache is not None:
             self._cache.is_closed = True
         for _ in range(_THREADS):
-            self._asked.put(None)
+            self._queue.put(None)
 
     # --- fetching in -------------------------------------------------------------------------------------------------
 
@@ -145,11 +145,11 @@ class ColdReads:
             self._has_threads, loop = True, asyncio.get_running_loop()
             for _ in range(_THREADS):  # the end of the process does not wait for a request that hangs
                 threading.Thread(target=self._serve, args=(loop,), name="cold", daemon=True).start()
-        self._asked.put(found)
+        self._queue.put(found)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Fetch in what is asked for, until None is."""
-        while (found := self._asked.get()) is not None:
+        """Fetch in the objects of the queue, until it has None."""
+        while (found := self._queue.get()) is not None:
             error: Exception | None = None
             try:
                 self._work(found.err)
@@ -203,7 +203,7 @@ class ColdReads:
 
     def _failed(self, found: ColdObject, err: Exception) -> None:
         if not found.failure and self._log is not None:
-            effect = "readers of old records wait, or are told to come again; nothing else does"
+            effect = "readers of old records wait, or are told to retry; nothing else does"
             self._log.warn("tier_read_failed", reason=err, effect=effect)
         found.failure = str(err) if isinstance(err, KmqError | OSError) else repr(err)
         if time.monotonic() - found.wanted_at < _WANTED_S:
@@ -231,7 +231,7 @@ class ColdReads:
             self._arm()
 
     def _look_after(self, cache: "TierCache") -> None:
-        """Fetch ahead of who has read an object. Give room back while the disk lacks it."""
+        """Fetch ahead of the readers. Give room back while the disk lacks it."""
         if self._lacks_room():
             cache.give_way()
         for path, (found, since) in [*self._ahead.items()]:

@@ -408,7 +408,7 @@ class Fetching:
         reader, nbytes = READER.get(), 0
         cold: list[tuple[Cursor, NotHereError]] = []
         if reader is not None:
-            await self.answers.take(reader, COPIES * max(_CHUNK_BYTES, limit.nbytes))
+            await self.answers.reserve(reader, COPIES * max(_CHUNK_BYTES, limit.nbytes))
 
         def work() -> tuple[int, T]:
             nonlocal nbytes

@@ -277,7 +277,7 @@ PAGES = {
 def application(
     core: Core, groups: Groups, requests: Requests, overview: ConsoleOverview | None = None
 ) -> web.Application:
-    """Return the application with all pages. `overview`: what the console shows; somebody else runs it."""
+    """Return the application with all pages. `overview`: the console's document; the caller runs it."""
     broker = core.broker
 
     async def pages(request: web.Request) -> web.Response:
