@@ -892,8 +892,8 @@ MUTANTS = [
         [
             (
                 COLD,
-                "pieces = CheckedPieces(self._store.get(key), key, row.size, row.sha256)",
-                "pieces = self._store.get(key)",
+                "pieces = CheckedPieces(store.get(key), key, row.size, row.sha256)",
+                "pieces = store.get(key)",
             )
         ],
         [UNIT_COLD],
@@ -922,7 +922,7 @@ MUTANTS = [
     ),
     Mutant(
         "tier: an object of the WAL goes before the rows have its records",
-        [("kmq/tier/turn.py", "reader.first_seq(self.data), waiting)", "reader.first_seq(self.data))")],
+        [("kmq/tier/turn.py", "min(min(covered) + 1, waiting)", "min(covered) + 1")],
         [UNIT_TIER],
     ),
     Mutant(
