@@ -53,6 +53,8 @@ class TierCache:
         self._sizes: dict[str, int] = {}  # by directory
         self._fetched: dict[str, tuple[float, int]] = {}  # when (monotonic), and the mtime that a use changes
         self.is_closed = False
+        self.waits = 0  # objects that had to wait for room
+        self.full_at: float | None = None  # monotonic: when an object last had no room
         self._find()
 
     @property
@@ -76,9 +78,12 @@ class TierCache:
         path = os.path.dirname(rows.cached_path(directory, life, row))
         if os.path.exists(f"{path}/log"):
             return
+        is_waiting = False
         while not self.make_room(row.nbytes):
             if self.is_closed:
                 raise ClosedError("the gateway stops")
+            self.waits += not is_waiting
+            is_waiting, self.full_at = True, time.monotonic()
             time.sleep(_POLL_S)
         making = f"{self._root}/{_MAKING}{os.urandom(8).hex()}"
         try:

@@ -49,7 +49,7 @@ from kmq.message import record
 from kmq.tier import objects
 from kmq.tier.commits import AheadError, CommitLine, CommitLog, DamagedError, FencedError, TierState, line
 from kmq.tier.objects import MEMBER_BYTES, Packed
-from kmq.tier.partitions import PartitionCopier, Uploads
+from kmq.tier.partitions import PartitionCopier, TierTotals, Uploads
 from kmq.tier.store import Store, StoreError, holds, probe
 
 DIRECTORY = "tier"  # below the data directory: what this process remembers
@@ -183,6 +183,7 @@ class Copier:
         self._partitions = PartitionCopier(data, options.limits, options.object_bytes, uploads, log)
         self._dropped_at: dict[str, float] = {}
         self._noted = -1  # the last seq that tier/wal says
+        self.orphans = 0  # deleted
         self.missing: list[str] = []  # rows whose object was not there at the last look at all names
         self._sweep: Sweep | None = None
         self._sweep_at = time.monotonic() + _SWEEP_FIRST_S
@@ -425,6 +426,16 @@ class Copier:
         self._partitions.lay_out(mine)
         return is_more, min(map(self._partitions.waiting_seq, mine), default=identity.NEVER)
 
+    def totals(self) -> TierTotals | None:
+        """Return what the store has of partitions, and what waits on this disk. The store is not asked.
+
+        None while router.ckpt is missing or damaged.
+        """
+        parsed = _parsed(self.data, SmallFiles.of(self.data, False))
+        if parsed is None:
+            return None
+        return self._partitions.totals(self._partitions.found(self.commits.state, *parsed), time.time())
+
     # --- small files -------------------------------------------------------------------------------------------------
 
     def _copy_files(self, found: SmallFiles) -> None:
@@ -487,6 +498,7 @@ class Copier:
             self._sweep, self._sweep_at = None, time.monotonic() + _SWEEP_FIRST_S  # what it did not see is not missing
             raise
         self._options.progress(0)
+        self.orphans += len(orphans)
         if orphans:
             self._log.info("tier_orphans_deleted", count=len(orphans), first=orphans[0])
         if is_over:
