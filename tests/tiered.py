@@ -5,6 +5,8 @@ broker.send(*lines)
 broker.turn()              kmq.tier copies, the router installs and deletes
 """
 
+import os
+from itertools import pairwise
 from pathlib import Path
 
 from fake_logger import FakeLogger
@@ -50,6 +52,16 @@ class TieredBroker:
         """The next turn is that of a new process."""
         options = TurnOptions(self.object_bytes, 0, lambda: wal.last_stored(self.data)[0], limits=lambda: self.limits)
         self.copier = Copier(self.data, self.store, self.logger, options)
+
+    def lose_wal_before(self, seq: int) -> None:
+        """Delete segments of the WAL as its retention does, up to the one that has this seq."""
+        self.wal.close()
+        listed = segment.listing(f"{self.data}/append")
+        for (_, path), (following, _) in pairwise(listed):
+            if following <= seq:
+                os.unlink(path)
+                os.unlink(segment.index_path(path))
+        self.wal = Wal(self.data, no_room, 1 << 20, Limits(segment_bytes=self.limits.segment_bytes))
 
     def stop(self) -> None:
         self.queues.close()

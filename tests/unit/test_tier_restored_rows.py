@@ -10,10 +10,11 @@ from tiered import TieredBroker, cold_broker, lines
 from kmq.config.settings import load
 from kmq.log import gaps, identity, reader, rows
 from kmq.log.rows import NotHereError
+from kmq.log.segment import Limits
 from kmq.router import fork
 from kmq.tier.cache import TierCache
 from kmq.tier.restore import Restore, find_source
-from kmq.tier.store import get
+from kmq.tier.store import StoreError, get
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -88,8 +89,6 @@ def test_what_was_restored_goes_on_and_can_be_restored_itself(made, tmp_path):
 
 
 def test_a_partition_whose_records_all_lie_in_rows_comes_back_empty_at_their_end(tmp_path):
-    from kmq.log.segment import Limits
-
     broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096))
     broker.send(*lines(100))
     broker.turn()
@@ -126,3 +125,56 @@ def test_a_forked_directory_keeps_its_rows_and_tells_its_new_lineage_of_them(mad
     assert [row.key for row in again.state.logs["t/0", 1].rows][: len(keys)] == keys
     assert get(again.store, keys[0])
     again.stop()
+
+
+# --- a store that was away for too long -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["off", "on"])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_after_a_hole_in_the_copied_wal_each_record_comes_back_at_its_offset(tmp_path, tier, is_killed):
+    """The local WAL went while the store was away. A topic in the tier still comes back whole, because the disk has it."""
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier=tier))
+    broker.send(*lines(100))
+    broker.turn()
+    broker.store.is_away = True
+    broker.send(*lines(400, 100))
+    with pytest.raises(StoreError):
+        broker.turn()
+    broker.lose_wal_before(361)
+    broker.store.is_away = False
+    if is_killed:
+        broker.kill_copier()
+    broker.turn()
+    broker.stop()
+    again = restored(broker, tmp_path / "again")
+    begin = 0 if tier == "on" else 360
+    assert read_all(again) == dict(enumerate(broker.sent[begin:], begin))
+    again.stop()
+
+
+def test_a_kill_between_the_objects_after_a_hole_leaves_what_was_there_before(tmp_path):
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096), 8192)
+    broker.send(*lines(100))
+    broker.turn()
+    broker.send(*lines(400, 100))
+    broker.checkpoint()
+    broker.lose_wal_before(200)
+    for fates in range(1, 20):
+        broker.kill_copier()
+        broker.store.plan = [""] * fates + ["lost"]
+        try:
+            broker.copier.turn()
+        except StoreError:
+            pass
+        else:
+            break
+        broker.store.plan = []
+        drill = restored(broker, tmp_path / f"drill{fates}", drill=True)
+        found = read_all(drill)
+        assert found == dict(enumerate(broker.sent[:100])) or found == dict(
+            enumerate(broker.sent[min(found) :], min(found))
+        )
+        drill.stop()
+    assert fates > 5
+    broker.stop()
