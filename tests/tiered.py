@@ -15,9 +15,11 @@ from tier_stores import LyingStore
 
 from kmq.log import gaps, identity, reader, rows, segment, topics, wal
 from kmq.log.gaps import Fork
+from kmq.log.rows import NotHereError
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.router.queues import Queues
+from kmq.tier.cache import TierCache
 from kmq.tier.commits import CommitLog, TierState
 from kmq.tier.turn import Copier, TurnOptions
 
@@ -128,6 +130,23 @@ class TieredBroker:
 
 def lines(count: int, begin: int = 0, size: int = 100, topic: bytes = b"t") -> list[bytes]:
     return [b"%b|1|%d|%b" % (topic, n, b"%d" % n * (size // len(str(n)))) for n in range(begin, begin + count)]
+
+
+def read_all(made: TieredBroker) -> dict[int, bytes]:
+    """Every record of the partition by offset, from the store where it lies there alone."""
+    log, cache = reader.partition(made.data, "t", 0), TierCache(made.data, made.store, 1 << 30)
+    found: dict[int, bytes] = {}
+    offset = log.first_offset
+    while True:
+        try:
+            first, text = log.read(offset)
+        except NotHereError as err:
+            cache.fetch(err.directory, err.life, err.row)
+            continue
+        if not text:
+            return found
+        found |= dict(enumerate(text.splitlines(keepends=True), first))
+        offset = first + text.count(b"\n")
 
 
 def cold_broker(path: Path, count: int = 400, partitions: int = 1, object_bytes: int = 8192) -> TieredBroker:

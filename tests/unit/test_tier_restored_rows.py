@@ -5,14 +5,12 @@ import shutil
 
 import pytest
 from fake_logger import FakeLogger
-from tiered import TieredBroker, cold_broker, lines
+from tiered import TieredBroker, cold_broker, lines, read_all
 
 from kmq.config.settings import load
-from kmq.log import gaps, identity, reader, rows
-from kmq.log.rows import NotHereError
+from kmq.log import gaps, identity, rows
 from kmq.log.segment import Limits
 from kmq.router import fork
-from kmq.tier.cache import TierCache
 from kmq.tier.restore import Restore, find_source
 from kmq.tier.store import StoreError, get
 
@@ -38,22 +36,6 @@ def opened(made, data):
     again.next_seq = gaps.forks(data)[-1].seq + 1_000_000_000
     again.kill_copier()
     return again
-
-
-def read_all(made):
-    """Every record of the partition by offset, from the store where it lies there alone."""
-    log, cache = reader.partition(made.data, "t", 0), TierCache(made.data, made.store, 1 << 30)
-    found, offset = {}, log.first_offset
-    while True:
-        try:
-            first, text = log.read(offset)
-        except NotHereError as err:
-            cache.fetch(err.directory, err.life, err.row)
-            continue
-        if not text:
-            return found
-        found |= dict(enumerate(text.splitlines(keepends=True), first))
-        offset = first + text.count(b"\n")
 
 
 @pytest.fixture
