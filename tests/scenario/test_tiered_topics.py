@@ -1,20 +1,15 @@
 """A topic that is larger than the disk, as users have it: every door shows the same messages, whatever is killed or away."""
 
 import contextlib
-import http.client
 import json
 import os
-import re
-import shutil
 import signal
 
 import pytest
 from brokers import Broker
-from grpc_client import Client as GrpcClient
-from kafka_peer import Peer
+from cold_doors import DOORS, by_grpc, by_http, empty_cache
 from waiting import until
 
-import kmq
 from kmq.log import reader, rows, segment
 
 COUNT = 30_000
@@ -53,72 +48,10 @@ def wait_until_cold(broker, topic="orders"):
     )
 
 
-def empty_cache(broker):
-    shutil.rmtree(f"{broker.data}/tier/cache", ignore_errors=True)
-
-
-def port(broker, name):
-    return int((broker.pipes / f"{name}.port").read_text())
-
-
-def by_lines(broker):
-    return broker.kmq("consume", "orders", "--from", "earliest").stdout.splitlines()
-
-
-def by_client(broker):
-    with kmq.Consumer("orders", port=port(broker, "egress"), group_id="python") as consumer:
-        return [message.value.decode() for _, message in zip(range(COUNT), consumer, strict=False)]
-
-
-def by_http(broker):
-    found = []
-    while len(found) < COUNT:
-        target = (
-            f"/api/topics/orders/consume?partition=0&offset={len(found)}&timeoutMs=60000&format=text&maxMessages=10000"
-        )
-        status, body = broker.get(target)
-        assert status == 200, body
-        found += [each["value"] for each in json.loads(body)["messages"]]
-    return found
-
-
-def by_grpc(broker):
-    found = []
-    with GrpcClient(port(broker, "grpc")) as client:
-        while len(found) < COUNT:
-            answer = client.fetch("orders", 0, {"offset": len(found)}, wait_ms=60_000, max_records=10_000)
-            found += [record.value.decode() for record in answer.records]
-    return found
-
-
-def by_kafka(broker):
-    found, offset = [], 0
-    with Peer(port(broker, "kafka")) as peer:
-        while offset < COUNT:
-            row = peer.fetch("orders", 0, offset, wait_ms=60_000)
-            assert row.error_code == 0 and row.high_watermark == COUNT
-            some = re.findall(rb"\d+ x{150}", bytes(row.records or b""))
-            found += [each.decode() for each in some]
-            offset += len(some)
-    return found
-
-
-def by_log(broker):
-    found, offset = b"", 0
-    while offset < COUNT:
-        connection = http.client.HTTPConnection("127.0.0.1", port(broker, "http"), timeout=60)
-        connection.request("GET", f"/v1/logs/orders/0/records?start={offset}")
-        answer = connection.getresponse()
-        assert answer.status == 200
-        found, offset = found + answer.read(), int(answer.headers["KMQ-Next-Offset"])
-        connection.close()
-    return [line.rpartition(b"|")[2].decode() for line in found.splitlines()]
-
-
-@pytest.mark.parametrize("door", [by_lines, by_client, by_http, by_grpc, by_kafka, by_log])
+@pytest.mark.parametrize("door", DOORS)
 def test_every_door_shows_the_same_messages_from_the_first_one_on(broker, door):
     empty_cache(broker)
-    assert door(broker) == WORDS
+    assert door(broker, "orders", COUNT) == WORDS
 
 
 def test_ends_sizes_and_objects_are_shown(broker):
@@ -134,7 +67,7 @@ def test_ends_sizes_and_objects_are_shown(broker):
 
 
 def test_the_cache_stays_within_its_bounds(broker):
-    by_http(broker)
+    by_http(broker, "orders", COUNT)
     sizes = [
         os.path.getsize(f"{path}/{name}") for path, _, names in os.walk(f"{broker.data}/tier/cache") for name in names
     ]
@@ -145,7 +78,7 @@ def test_a_restart_finds_the_same_and_new_messages_follow(broker):
     broker.down()
     broker.up()
     assert reader.partition(str(broker.data), "orders", 0).first_offset == 0
-    assert by_grpc(broker) == WORDS
+    assert by_grpc(broker, "orders", COUNT) == WORDS
 
 
 def test_what_cannot_be_is_refused_by_name(broker):
