@@ -7,7 +7,9 @@ import signal
 
 import pytest
 from brokers import Broker
-from cold_doors import DOORS, by_grpc, by_http, empty_cache
+from cold_doors import DOORS, by_grpc, by_http, empty_cache, port
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
 from waiting import until
 
 from kmq.log import reader, rows, segment
@@ -111,12 +113,34 @@ def test_kills_of_the_copy_and_of_the_router_lose_nothing(broker):
     assert broker.kmq("verify").returncode == 0
 
 
-def test_truncating_moves_the_start_at_once_and_its_objects_are_dropped(broker):
-    end = rows.of(directory(broker)).rows[1].next
-    done = broker.kmq("topics", "truncate", "orders", "--partition", "0", "--before", str(end), "--yes")
-    assert done.returncode == 0, done.stderr
-    assert reader.partition(str(broker.data), "orders", 0).first_offset == end
-    until(lambda: rows.of(directory(broker)).rows[0].base == end, "rows before the start are dropped", broker.log)
+def test_the_objects_are_read_without_any_tool_of_kmq(broker):
+    objects = f"{broker.env['KMQ_TIER'].removeprefix('file://')}/*/topics/orders/*/0/*.log.gz"
+    done = broker.run("sh", "-c", f"cat {objects} | zcat | awk -F'|' '{{print $NF}}'")
+    assert sorted(done.stdout.splitlines()) == sorted(WORDS[: rows.of(directory(broker)).end])
+
+
+def test_deleting_records_up_to_the_middle_of_an_object_moves_the_start_at_once(broker):
+    """By Kafka's DeleteRecords. The object of the new start stays whole, the one before it is dropped."""
+    second = rows.of(directory(broker)).rows[1]
+    start = second.base + 7
+    admin = AdminClient({"bootstrap.servers": f"127.0.0.1:{port(broker, 'kafka')}"})
+    [done] = admin.delete_records([TopicPartition("orders", 0, start)]).values()
+    assert done.result(timeout=60).low_watermark == start
+    assert reader.partition(str(broker.data), "orders", 0).first_offset == start
+    until(lambda: rows.of(directory(broker)).rows[0] == second, "the row before the start is dropped", broker.log)
+    empty_cache(broker)
+    assert broker.kmq("consume", "orders", "--from", "earliest").stdout.splitlines() == WORDS[start:]
+
+
+def test_new_partitions_begin_without_rows_beside_those_that_have_some(broker):
+    start = reader.partition(str(broker.data), "orders", 0).first_offset
+    assert broker.kmq("topics", "set", "orders", "--partitions", "3", "--force").returncode == 0
+    words = [f"g{n}" for n in range(300)]
+    assert broker.kmq("produce", "orders", text="".join(f"{word}\n" for word in words)).returncode == 0
+    assert reader.partition(str(broker.data), "orders", 0).first_offset == start
+    assert not any(os.path.exists(rows.path_of(f"{broker.data}/topics/orders/{number}")) for number in (1, 2))
+    found = broker.kmq("consume", "orders", "--from", "earliest").stdout.splitlines()
+    assert sorted(found) == sorted([*WORDS[start:], *words])
 
 
 def test_after_the_loss_of_the_disk_history_is_read_from_the_store(broker):
