@@ -34,7 +34,7 @@ def by_lines(broker: Broker, topic: str, count: int) -> list[str]:
 
 def by_client(broker: Broker, topic: str, count: int) -> list[str]:
     with kmq.Consumer(topic, port=port(broker, "egress"), group_id="python") as consumer:
-        return [message.value.decode() for message in islice(consumer, count)]
+        return [(message.value or b"").decode() for message in islice(consumer, count)]
 
 
 def by_http(broker: Broker, topic: str, count: int) -> list[str]:
