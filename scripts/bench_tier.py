@@ -43,7 +43,7 @@ from kmq.config.values import MIB  # noqa: E402
 from kmq.files import give_up  # noqa: E402
 from kmq.gateway.core.partitions import Partitions  # noqa: E402
 from kmq.links.layout import Block  # noqa: E402
-from kmq.log import identity, reader, rows, segment, topics, wal  # noqa: E402
+from kmq.log import checkpoint, identity, reader, rows, segment, topics, wal  # noqa: E402
 from kmq.log.segment import Limits  # noqa: E402
 from kmq.log.wal import Wal  # noqa: E402
 from kmq.logfmt import Logger  # noqa: E402
@@ -155,10 +155,10 @@ class Bench:
 
     @contextmanager
     def pod(self, gateway: bool = False, **settings: object) -> Iterator[Pod]:
-        """A broker with a store beside its data directory."""
-        with self.home() as home:
+        """A broker whose store is in memory: as with a bucket, its disk does not have the store, too."""
+        with self.home() as home, self.home(Path("/dev/shm")) as store:
             running = Pod(Path(home), gateway)
-            more = {"KMQ_TIER": f"file://{home}/store", "KMQ_TIER_EVERY": "1s", **settings}
+            more = {"KMQ_TIER": f"file://{store}/store", "KMQ_TIER_EVERY": "1s", **settings}
             running.environment |= {name: str(value) for name, value in more.items()}
             running.settings = load(running.environment)
             try:
@@ -348,11 +348,10 @@ def idle(bench: Bench) -> Iterator[Figure]:
         with Producer(port=running.port) as producer:
             producer.send_many("orders", [payload(n) for n in range(20 * _IDLE)])
         running.settle()
-        copying, store = running.page().rows["tier"], f"{running.home}/store"
+        copying, store = running.page().rows["tier"], running.settings.tier.removeprefix("file://")
         say("waiting until all is copied, and router.ckpt is written")
         wait_until(lambda: copying.seq >= running.last_seq(), 0.2)
-        checkpoint = f"{running.settings.data}/router.ckpt"
-        wait_until(lambda: int(Path(checkpoint).read_bytes().split(b"|")[0] or 0) >= running.last_seq(), 0.5)
+        wait_until(lambda: checkpoint.routed_seq(running.settings.data) >= running.last_seq(), 0.5)
         time.sleep(6.0)  # a turn
         names, cpu = _names(store), cpu_exact(copying.pid)
         time.sleep(seconds)
