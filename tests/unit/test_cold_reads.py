@@ -633,6 +633,26 @@ def test_a_store_that_fails_at_first_is_asked_again(cold, monkeypatch):
     run(cold.data, scenario, f"file://{cold.broker.store.root}")
 
 
+def test_an_object_that_came_altered_once_is_fetched_again(cold, monkeypatch):
+    get, altered = DirectoryStore.get, []
+
+    def flip_once(self, key):
+        content = b"".join(get(self, key))
+        if "/topics/" in key and not altered:
+            altered.append(key)
+            content = content[:50] + bytes([content[50] ^ 4]) + content[51:]
+        yield content
+
+    monkeypatch.setattr(DirectoryStore, "get", flip_once)
+    monkeypatch.setattr(cold_module, "_AGAIN_S", 0.01)
+
+    async def scenario(fetching):
+        assert (await fetching.run(fetching.partitions.open("t", 0).read, 0, 1))[0] == 0
+        assert altered
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
 def test_podbus_has_a_damaged_cached_object_fetched_once_more(cold):
     async def scenario(fetching):
         fetching._router.seq = COUNT

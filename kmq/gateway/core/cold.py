@@ -7,7 +7,8 @@ Invariant   A reader that waits is told of no end that is not one, and never tha
             asked for once, however many readers wait for it. Who waits holds no thread, no open file and no share of the
             answers' budget. Hot reads need nothing of this module.
 Store away  The request is repeated while somebody waits; `failure` says why it takes so long.
-Damage      An object that is missing, or not what its row says, is damage of its records: `damage`, for each reader once.
+Damage      An object that is missing, or twice not what its row says, is damage of its records: `damage`, for each reader
+            once.
 Ahead       Who has read one object gets the next one before it asks.
 Room        What was fetched in gives way while the disk lacks room, also what lies there when the gateway starts.
 Cost        Two threads, from the first cold read on. At a start one look at the cache, where there is one.
@@ -48,7 +49,7 @@ class ColdObject:
     def __init__(self, err: NotHereError) -> None:
         self.err, self.path = err, os.path.dirname(rows.cached_path(err.directory, err.life, err.row))
         self.event = asyncio.Event()
-        self.failure, self.is_given_up = "", False
+        self.failure, self.is_given_up, self.is_in_doubt = "", False, False
         self.damage: DamageError | None = None
         self.wanted_at = time.monotonic()
 
@@ -187,7 +188,7 @@ class ColdReads:
             self._objects.pop(found.path, None)
             self._ahead[found.path] = found, time.monotonic()
             found.event.set()
-        elif isinstance(err, ObjectError | MissingError):
+        elif isinstance(err, MissingError) or (isinstance(err, ObjectError) and found.is_in_doubt):
             self._objects.pop(found.path, None)
             found.damage = damage_of(found, err)
             if self._log is not None:
@@ -198,6 +199,7 @@ class ColdReads:
                 }
                 self._log.error("tier_object_damaged", **names, reason=err, effect="these records cannot be read")
         else:
+            found.is_in_doubt = isinstance(err, ObjectError)  # of what came: the store is asked once more
             self._failed(found, err)
         self._wake(found.err.directory)
 
