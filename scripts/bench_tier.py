@@ -79,10 +79,10 @@ def payload(n: int) -> bytes:
     )
 
 
-class DataDirectory:
+class MadeDirectory:
     """A data directory that is made without a broker, and its copy. The topic `orders` has all records.
 
-    made = DataDirectory(home, Limits(tier="on"))
+    made = MadeDirectory(home, Limits(tier="on"))
     made.write(64 * MIB)
     made.copier().turn()
     """
@@ -181,7 +181,7 @@ def _cpu_of(do: Callable[[], object]) -> float:
 
 def upload(bench: Bench) -> Iterator[Figure]:
     with bench.home() as home:
-        made = DataDirectory(home, Limits(tier="off"))
+        made = MadeDirectory(home, Limits(tier="off"))
         gb = made.write(bench.mb * 1_000_000) / 1e9
         cpu = _cpu_of(made.copier().turn)
         copier = made.copier(limits=Limits(tier="on"))
@@ -197,7 +197,7 @@ def upload(bench: Bench) -> Iterator[Figure]:
 
 def restore(bench: Bench) -> Iterator[Figure]:
     with bench.home() as home:
-        made = DataDirectory(home, Limits(tier="off"))
+        made = MadeDirectory(home, Limits(tier="off"))
         gb = made.write(bench.mb * 1_000_000) / 1e9
         made.copier().turn()
         made.close()
@@ -214,7 +214,7 @@ def _restore(store: DirectoryStore, data: str) -> None:
 
 def fetch(bench: Bench) -> Iterator[Figure]:
     with bench.home() as home:
-        made = DataDirectory(home, Limits(tier="on"))
+        made = MadeDirectory(home, Limits(tier="on"))
         made.write(_OBJECT * bench.rounds + 2 * MIB)
         made.copier().turn()
         made.tick()
@@ -368,11 +368,12 @@ def _names(store: str) -> set[str]:
 
 
 @contextmanager
-def _many(bench: Bench, partitions: int, objects: int) -> Iterator[DataDirectory]:
+def _many(bench: Bench, partitions: int, objects: int) -> Iterator[MadeDirectory]:
     """A directory, in memory, with so many partitions, each of which has about so many small objects."""
     with bench.home(Path("/dev/shm")) as home:
-        limits = Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096)
-        made = DataDirectory(home, limits, partitions)
+        segment_bytes = MIB if partitions == 1 else 4096
+        limits = Limits(segment_bytes=segment_bytes, tier="on", local_retention_bytes=segment_bytes)
+        made = MadeDirectory(home, limits, partitions)
         made.write(partitions * (objects + 2) * 4096)
         for _ in range(3):
             made.copier(object_bytes=4096).turn()
