@@ -10,6 +10,7 @@ shard[0].lead(1)
 
 import os
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from fake_logger import FakeLogger
@@ -37,7 +38,7 @@ class TieredBroker:
         self.store = LyingStore(str(path / "store"))
         self.logger = FakeLogger()
         self.now_s = FIRST_TS / 1e6
-        self.lacks_room = False
+        self.shortage = 0  # bytes
         self.next_seq = 1
         self.sent: list[bytes] = []  # stored lines, of all topics
         self._open()
@@ -56,7 +57,8 @@ class TieredBroker:
             self.logger,
             self.limits,
             now_s=lambda: self.now_s,
-            lacks_room=lambda: self.lacks_room,
+            lacks_room=lambda: self.shortage > 0,
+            shortage=lambda: self.shortage,
         )
         self.queues.recover(self.wal.last_seq)
 
@@ -67,6 +69,16 @@ class TieredBroker:
         """The next turn is that of a new process."""
         options = self.options()
         self.copier = Copier(self.data, self.store, self.logger, options)
+
+    def lose_wal_before(self, seq: int) -> None:
+        """Delete segments of the WAL as its retention does, up to the one that has this seq."""
+        self.wal.close()
+        listed = segment.listing(f"{self.data}/append")
+        for (_, path), (following, _) in pairwise(listed):
+            if following <= seq:
+                os.unlink(path)
+                os.unlink(segment.index_path(path))
+        self.wal = Wal(self.data, no_room, 1 << 20, Limits(segment_bytes=self.limits.segment_bytes))
 
     def stop(self) -> None:
         self.queues.close()
@@ -195,6 +207,23 @@ class TieredReplica(TieredBroker):
 
 def lines(count: int, begin: int = 0, size: int = 100, topic: bytes = b"t") -> list[bytes]:
     return [b"%b|1|%d|%b" % (topic, n, b"%d" % n * (size // len(str(n)))) for n in range(begin, begin + count)]
+
+
+def read_all(made: TieredBroker) -> dict[int, bytes]:
+    """Every record of the partition by offset, from the store where it lies there alone."""
+    log, cache = reader.partition(made.data, "t", 0), TierCache(made.data, made.store, 1 << 30)
+    found: dict[int, bytes] = {}
+    offset = log.first_offset
+    while True:
+        try:
+            first, text = log.read(offset)
+        except NotHereError as err:
+            cache.fetch(err.directory, err.life, err.row)
+            continue
+        if not text:
+            return found
+        found |= dict(enumerate(text.splitlines(keepends=True), first))
+        offset = first + text.count(b"\n")
 
 
 def cold_broker(path: Path, count: int = 400, partitions: int = 1, object_bytes: int = 8192) -> TieredBroker:

@@ -5,9 +5,9 @@
                                                                   → the segments that end at or before 1512 may go
 
 Owner       the router process. kmq.tier lays lines out; this module alone writes the files `tier` (kmq/log/rows.py).
-Invariant   Nothing is deleted by local limits that `tier` on disk does not have. Total limits are decided over rows and
-            segments as one list, oldest first, by offsets: no byte counts twice, and a segment never goes before a row
-            that is older. `start` is on disk before a segment goes that no row has.
+Invariant   Nothing is deleted by local limits, or for room, that `tier` on disk does not have. Total limits are decided
+            over rows and segments as one list, oldest first, by offsets: no byte counts twice, and a segment never goes
+            before a row that is older. `start` is on disk before a segment goes that no row has.
 Crash       Lines that were taken are not taken again. What is laid out stays until it is installed.
 Memory      The parsed file of each partition that has one.
 """
@@ -15,7 +15,7 @@ Memory      The parsed file of each partition that has one.
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 
 from kmq.files import with_room
@@ -23,7 +23,7 @@ from kmq.log import identity, rows
 from kmq.log.index import lineage_of
 from kmq.log.partition import PartitionState, directory_of
 from kmq.log.rows import TierFile
-from kmq.log.segment import Limits
+from kmq.log.segment import Limits, Segment
 from kmq.message.routing import Topic
 from kmq.router.in_force import Context, TopicsInForce
 
@@ -63,6 +63,10 @@ class Tiering:
         """Return the rows of a partition; None if it has never had any."""
         found = self._file(name, number)
         return found if found is not None and found.end is not None else None
+
+    @property
+    def has_files(self) -> bool:
+        return bool(self._files)
 
     def _file(self, name: str, number: int) -> TierFile | None:
         found = self._files.get((name, number))
@@ -164,14 +168,14 @@ class Tiering:
         if found is None:
             return limits.expired(state.sealed, state.active_bytes, now_s, most)
         if self._is_writing:  # room is made for this file itself: its start cannot move now
-            return self._due_here(found, state, limits, now_s, most) if limits.is_tiered else 0
+            return self._due_here(found, state, limits, now_s, most)
         start, count = self._due_in_all(found, state, limits, now_s, most)
         if start > found.begin(state.start):
             sealed = state.sealed
             self.set_start(*at, start)
             if state.sealed is not sealed:  # it waited for room, and segments went meanwhile: the next tick looks again
                 return 0
-        return max(count, self._due_here(found, state, limits, now_s, most)) if limits.is_tiered else count
+        return max(count, self._due_here(found, state, limits, now_s, most))
 
     def _due_in_all(
         self, found: TierFile, state: PartitionState, limits: Limits, now_s: float, most: int
@@ -192,12 +196,27 @@ class Tiering:
         return ([*(part.first for part in state.sealed), state.base][count] if count else begin), count
 
     def _due_here(self, found: TierFile, state: PartitionState, limits: Limits, now_s: float, most: int) -> int:
-        """Return how many segments may go by local limits, or because the disk lacks room."""
-        spans = zip((part.first for part in state.sealed), state.sealed_ends()[:most], strict=False)
-        covered = sum(1 for _ in takewhile(lambda span: found.covers(*span), spans))
-        if not covered or self._context.lacks_room():
-            return covered
-        return min(covered, limits.local().expired(state.sealed, state.active_bytes, now_s, most))
+        """Return how many segments may go by local limits. Without KMQ_TIER nobody could read what they hold."""
+        if not (limits.is_tiered and self._context.has_store):
+            return 0
+        covered = _covered(found, state, most)
+        return min(covered, limits.local().expired(state.sealed, state.active_bytes, now_s, most)) if covered else 0
+
+    def covered(self) -> Iterator[tuple[tuple[str, int], list[Segment]]]:
+        """Yield each partition of topics with tier=on, and its oldest segments that the store has, without the last record."""
+        for at in self._files:
+            found, state = self.of(*at), self._states.get(at)
+            is_tiered = self._context.has_store and self._in_force.limits_of(at[0]).is_tiered
+            if found is not None and state is not None and is_tiered:
+                count = _covered(found, state, len(state.sealed))
+                if parts := [*state.sealed[: count - (count == len(state.sealed) and not state.active_bytes)]]:
+                    yield at, parts
+
+
+def _covered(found: TierFile, state: PartitionState, most: int) -> int:
+    """Return how many of the oldest sealed segments, at most `most`, have only records that the store has."""
+    spans = zip((part.first for part in state.sealed), state.sealed_ends()[:most], strict=False)
+    return sum(1 for _ in takewhile(lambda span: found.covers(*span), spans))
 
 
 def floor(found: TierFile | None) -> PartitionState | None:
