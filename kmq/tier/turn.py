@@ -257,7 +257,7 @@ class Copier:
         return is_more
 
     def _follow(self) -> None:
-        """Read the commits that are new, and lay out the rows in force: the leader has made them."""
+        """Read the commits that are new, lay out the rows in force, and note how far the WAL is there."""
         if not self._is_read:
             self._check_is_whole(self.commits.read().number)
             self._is_read = True
@@ -267,6 +267,7 @@ class Copier:
         if parsed is not None:
             self._partitions.lay_out(self.commits.state, *parsed)
         self._note_cursor()
+        self._note_copied()
 
     def _note_cursor(self) -> None:
         path, cursor = f"{self.data}/{DIRECTORY}/cursor", f"{self.commits.state.number} {self.lineage}\n".encode()
@@ -311,9 +312,13 @@ class Copier:
     # --- the WAL -----------------------------------------------------------------------------------------------------
 
     def _copy_wal(self, high: int) -> None:
-        """Copy the WAL up to `high`, and note in tier/wal how far the store has it."""
+        """Copy the WAL up to `high`."""
         self._wal_at = time.monotonic()
         self._copy_wal_up_to(high)
+        self._note_copied()
+
+    def _note_copied(self) -> None:
+        """Note in tier/wal how far the store has the WAL."""
         if self._noted != self.copied:
             wal.note_copied(self.data, self.copied)
             self._noted = self.copied

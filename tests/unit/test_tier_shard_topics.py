@@ -7,7 +7,7 @@ import pytest
 from tiered import LINEAGE, TieredReplica, lines
 
 from kmq.errors import ConfigError
-from kmq.log import rows, segment, topic_changes, topics
+from kmq.log import rows, segment, topic_changes, topics, wal
 from kmq.log.segment import Limits
 from kmq.tier import turn as turn_module
 from kmq.tier.commits import AheadError, FencedError
@@ -66,6 +66,7 @@ def test_a_follower_takes_the_rows_and_deletes_its_own_segments_and_writes_nothi
     assert a.rows() and is_like(a, b)
     assert a.local()[0] > 0 and b.local()[0] > 0 and a.local() != b.local()
     assert b.local()[0] <= b.rows()[-1][1]
+    assert wal.copied_seq(b.data) == wal.copied_seq(a.data) == 400
     for each in shard:
         assert each.begin() == 0 and each.read() == b"".join(each.sent)
         with open(f"{each.data}/format") as file:
