@@ -13,7 +13,6 @@ from kmq.log import gaps, identity, reader, rows
 from kmq.log.segment import Limits
 from kmq.router import fork
 from kmq.tier import fetch
-from kmq.tier.cache import TierCache
 from kmq.tier.fetch import NoRoomError
 from kmq.tier.restore import Restore, find_source
 from kmq.tier.store import StoreError, get
