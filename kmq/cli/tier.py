@@ -3,6 +3,8 @@
 import json
 import os
 import time
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +14,10 @@ from kmq.cli.output import examples, existing_data, is_wanted, print_table, tabl
 from kmq.config.settings import Settings, load
 from kmq.errors import EXIT_FAILED, ConfigError
 from kmq.log import identity
+from kmq.log.rows import TierFile, TierRow, cached_path
+from kmq.repair.objects import NO_TIER, TierAccess
 from kmq.tier import objects
+from kmq.tier.cache import TierCache
 from kmq.tier.commits import CommitLine, CommitLog, DamagedError, TierState
 from kmq.tier.store import MissingError, Store, open_store
 from kmq.tier.turn import DIRECTORY, Leadership, Nonces, claim_line, compare, full_key
@@ -35,6 +40,34 @@ def _open() -> tuple[Settings, Store, CommitLog]:
     commits = CommitLog(store, identity.lineage(data), f"{identity.read(data, 'id')}@{os.uname().nodename}")
     commits.read()
     return settings, store, commits
+
+
+def access(settings: Settings) -> TierAccess:
+    """Return what `kmq verify --repair` needs of KMQ_TIER, which is opened once something is needed of it."""
+    if not settings.tier:
+        return NO_TIER
+
+    @cache
+    def opened() -> tuple[Store, TierCache]:
+        store = open_store(settings.tier)
+        return store, TierCache(settings.data, store, settings.tier_cache)
+
+    checked: set[str] = set()  # what the gateway has left there may be damaged, so it is fetched anew
+
+    def fetch(directory: str, life: int, row: TierRow) -> None:
+        path = os.path.dirname(cached_path(directory, life, row))
+        try:
+            if path not in checked:
+                opened()[1].remove(path)
+            opened()[1].fetch(directory, life, row)
+            checked.add(path)
+        except MissingError as err:  # the store answers, and has not lost all
+            raise objects.ObjectError(str(err)) from err
+
+    def logs() -> Mapping[tuple[str, int], TierFile]:
+        return CommitLog(opened()[0], identity.lineage(settings.data), "").read().logs
+
+    return TierAccess(fetch, logs)
 
 
 @tier_app.command(epilog=examples("kmq tier status", "kmq tier status --json"))

@@ -1,0 +1,196 @@
+"""Damage of a partition whose old records lie in the store: it is healed from the objects, or left and named, never guessed."""
+
+import copy
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from fake_logger import FakeLogger
+from tier_stores import LyingStore
+from tiered import cold_broker
+
+from kmq.cli import tier
+from kmq.config.settings import load
+from kmq.log import rows, segment
+from kmq.repair.heal import repair
+from kmq.repair.verify import Verifier
+from kmq.tier.cache import TierCache
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+COUNT = 400
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """Rows 0…377, segments from 320 on: what lies between lies in both."""
+    broker = cold_broker(tmp_path_factory.mktemp("original"), COUNT)
+    assert broker.local()[0] < broker.rows()[-1][1] < COUNT
+    return broker
+
+
+@pytest.fixture
+def made(original, tmp_path):
+    for name in ("data", "store"):
+        shutil.copytree(Path(original.data).parent / name, tmp_path / name, symlinks=True)
+    broker = copy.copy(original)
+    broker.data, broker.store, broker.logger = str(tmp_path / "data"), LyingStore(str(tmp_path / "store")), FakeLogger()
+    return broker
+
+
+def access(made):
+    return tier.access(load({"KMQ_DATA": made.data, "KMQ_TIER": f"file://{made.store.root}"}, "none.toml"))
+
+
+def heal(made):
+    """What a repair did, by path."""
+    return {each.path: each for each in repair(made.data, access=access(made))}
+
+
+def damage_of(made):
+    return [each for each in Verifier(made.data, False).findings() if each.is_damage]
+
+
+def logs(directory):
+    return {path.name: path.read_bytes() for path in Path(directory).glob("*.log")}
+
+
+def lose_wal(made):
+    """Retention takes all of the WAL but its last segment."""
+    for _, path in segment.listing(f"{made.data}/append")[:-1]:
+        os.unlink(path)
+        os.unlink(segment.index_path(path))
+
+
+def path_of(made, number=0):
+    return segment.listing(made.directory())[number][1]
+
+
+def spoil(path, at=None, text=b"\0\0\0\0\0"):
+    with open(path, "r+b") as file:
+        file.seek(os.path.getsize(path) // 2 if at is None else at)
+        file.write(text)
+
+
+def cut(path):
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+def lose_index(path):
+    os.unlink(segment.index_path(path))
+    spoil(path)
+
+
+HARMS = {
+    "altered": spoil,
+    "first line": lambda path: spoil(path, 0),
+    "cut": cut,
+    "emptied": lambda path: os.truncate(path, 0),
+    "all of it": lambda path: Path(path).write_bytes(b"\0" * os.path.getsize(path)),
+    "with its index": lose_index,
+    "lost": os.unlink,
+}
+
+
+@pytest.mark.parametrize("wal", ["whole", "gone"])
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.sampled(5)
+def test_a_damaged_local_block_is_healed_from_the_wal_or_else_from_its_object(made, harm, wal):
+    before = logs(made.directory())
+    if wal == "gone":
+        lose_wal(made)
+    HARMS[harm](path_of(made))
+    heal(made)
+    after = logs(made.directory())
+    if harm == "lost" and made.local()[0] > int(min(before)[:20]):
+        before.pop(min(before))  # it lies in the store alone now
+    assert after == before and not damage_of(made)
+    assert made.begin() == 0 and not os.path.exists(f"{made.data}/quarantine/log")
+
+
+def object_with(made, offset):
+    """The path of the object that has a record."""
+    row = rows.holding(rows.of(made.directory()).rows, offset)
+    return Path(f"{made.store.root}/{made.copier.lineage}/{row.key}")
+
+
+def test_while_the_store_is_away_the_block_stays_and_the_report_says_why(made):
+    before = logs(made.directory())
+    lose_wal(made)
+    spoil(path_of(made))
+    spoil(path_of(made, 2))  # the WAL has it: it does not wait for the store
+    damaged = logs(made.directory())
+    os.rename(made.store.root, f"{made.store.root}-away")
+    what = heal(made)[f"topics/t/0/{min(before)}"].what
+    assert what.startswith("not healed: ") and what.endswith("or is not mounted")
+    assert logs(made.directory()) == damaged | {max(before): before[max(before)]}
+    assert repair(made.data)[0].what == "not healed: KMQ_TIER is not set, and what is lost here lies there: set it"
+    os.rename(f"{made.store.root}-away", made.store.root)
+    heal(made)
+    assert logs(made.directory()) == before and not damage_of(made)
+
+
+def test_what_the_gateway_has_left_in_the_cache_is_not_believed(made):
+    before = logs(made.directory())
+    lose_wal(made)
+    row = rows.holding(rows.of(made.directory()).rows, made.local()[0])
+    TierCache(made.data, made.store, 1 << 30).fetch(made.directory(), 1, row)
+    spoil(rows.cached_path(made.directory(), 1, row), text=b"99999")
+    spoil(path_of(made))
+    heal(made)
+    assert logs(made.directory()) == before
+
+
+@pytest.mark.parametrize("harm", [os.unlink, spoil, cut])
+def test_what_no_copy_has_any_more_stays_as_it_is_without_a_hole(made, harm):
+    lose_wal(made)
+    spoil(path_of(made))
+    harm(object_with(made, made.local()[0]))
+    damaged = logs(made.directory())
+    assert heal(made)[f"topics/t/0/{min(damaged)}"].what.startswith("not healed: ")
+    assert logs(made.directory()) == damaged and damage_of(made)
+    assert not os.path.exists(f"{made.data}/quarantine")
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_the_wal_is_healed_from_objects_too(made, is_local):
+    """Most of what an old WAL has lies nowhere else on the disk."""
+    before = logs(f"{made.data}/append"), logs(made.directory())
+    paths = [path for _, path in segment.listing(f"{made.data}/append")]
+    for number in (1, 2, 5):
+        spoil(paths[number])
+    os.unlink(paths[3])
+    if is_local:
+        spoil(paths[8])
+        spoil(path_of(made))
+    heal(made)
+    assert (logs(f"{made.data}/append"), logs(made.directory())) == before and not damage_of(made)
+    assert not os.path.exists(f"{made.data}/quarantine/log")
+
+
+def test_a_damaged_wal_waits_for_a_store_that_is_away_and_counts_a_lost_object_as_no_copy(made):
+    path = segment.listing(f"{made.data}/append")[1][1]
+    spoil(path)
+    damaged = logs(f"{made.data}/append")
+    os.rename(made.store.root, f"{made.store.root}-away")
+    assert heal(made)[os.path.relpath(path, made.data)].what.startswith("not healed: ")
+    assert logs(f"{made.data}/append") == damaged
+    os.rename(f"{made.store.root}-away", made.store.root)
+    for offset in (40, 79):
+        object_with(made, offset).unlink(missing_ok=True)
+    [healed] = [each for each in repair(made.data, access=access(made)) if each.lost]
+    assert healed.path == os.path.relpath(path, made.data) and not damage_of(made)
+
+
+def test_holes_lie_after_the_end_of_the_rows_only(made):
+    end = made.rows()[-1][1]
+    number = next(at for at, first in enumerate(made.local()) if first > end) - 1
+    lose_wal(made)
+    first, path = segment.listing(made.directory())[number]
+    Path(path).write_bytes(b"")
+    heal(made)
+    found = Path(path).read_bytes().splitlines(keepends=True)
+    count = made.local()[number + 1] - first
+    assert found[: end - first] == made.sent[first:end] and len(found) == count
+    assert found.count(b"\n") < count - (end - first) or b"\n" in found
