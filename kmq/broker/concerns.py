@@ -435,6 +435,7 @@ def _shard(page: StatsPage, settings: Settings) -> Iterator[Finding]:
         yield _warning("isr_small", REPLICA, why, f"{advice}; it catches up by itself", REPLICA)
 
 
+_MOST_WORDS = 500
 _TIER = {  # code: (what is seen, what to do)
     "tier_refused": (
         "KMQ_TIER cannot be used, so nothing is copied",
@@ -458,6 +459,16 @@ _TIER = {  # code: (what is seen, what to do)
 }
 
 
+def _words_of_tier(settings: Settings) -> str:
+    """Return what `kmq tier status` says of the problem, such as the topic and the offsets that are missing."""
+    try:
+        with open(f"{settings.data}/tier/status", encoding="utf-8") as file:
+            words = file.read(_MOST_WORDS).strip()
+    except OSError:
+        return ""
+    return f" ({words})" if words else ""
+
+
 def _tier(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     row = page.rows[TIER]
     if not row.pid:
@@ -466,7 +477,7 @@ def _tier(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     if row.standing and not row.silence():
         code = f"tier_{TIER_PROBLEMS[row.standing]}"
         why, advice = (text.format(log=log) for text in _TIER[code])
-        yield _warning(code, TIER, why, advice, TIER)
+        yield _warning(code, TIER, f"{why}{_words_of_tier(settings)}", advice, TIER)
     behind_s = time.time() - row.oldest if row.oldest else 0.0
     if row.silence() or row.state_name == "stopped":
         why = f"the process tier {row.silence() or 'has ended'}: nothing is copied to KMQ_TIER"

@@ -144,7 +144,7 @@ def verify(
     for row in commits.state.rows():
         if fault := _fault(store, commits.lineage, row, deep):
             faults += 1
-            print(f"{' '.join(filter(None, [row.verb, row.name]))} {row.values.get('first', '')}: {fault}")
+            print(f"{row.what}: {fault}")
     state: TierState = commits.state
     print(f"{len(state.rows())} objects up to seq {state.wal_end - 1}: {faults or 'no'} damaged or missing")
     if faults:

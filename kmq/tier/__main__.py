@@ -126,7 +126,8 @@ class CopyProcess:
             self._copier = Copier(settings.data, self._store, self._log, options)
         is_more = self._copier.turn()
         missing = self._copier.missing
-        self._say(f"damaged: {len(missing)} objects are missing, such as {missing[0]}" if missing else "")
+        some = "; ".join(f"{row.what} ({row.values['key']})" for row in missing[:3])
+        self._say(f"damaged: {len(missing)} objects are missing, such as {some}" if missing else "")
         self._row.standing = TIER_PROBLEMS.index("damaged") if missing else 0
         return is_more
 
