@@ -1,21 +1,29 @@
 """Damage of a partition whose old records lie in the store: it is healed from the objects, or left and named, never guessed."""
 
 import copy
+import gzip
+import json
 import os
 import shutil
+import urllib.request
 from pathlib import Path
 
 import pytest
 from fake_logger import FakeLogger
+from log_server import up
+from made_up import stored
 from tier_stores import LyingStore
-from tiered import cold_broker
+from tiered import cold_broker, lines
+from typer.testing import CliRunner
 
 from kmq.cli import tier
+from kmq.cli.app import app
 from kmq.config.settings import load
 from kmq.log import rows, segment
 from kmq.repair.heal import repair
 from kmq.repair.verify import Verifier
 from kmq.tier.cache import TierCache
+from kmq.tier.commits import DamagedError
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -194,3 +202,100 @@ def test_holes_lie_after_the_end_of_the_rows_only(made):
     count = made.local()[number + 1] - first
     assert found[: end - first] == made.sent[first:end] and len(found) == count
     assert found.count(b"\n") < count - (end - first) or b"\n" in found
+
+
+# --- objects and commits ---------------------------------------------------------------------------------------------
+
+
+def swap(path):
+    other = max(each for each in path.parent.iterdir() if each != path)
+    spare = path.with_suffix(".spare")
+    path.rename(spare)
+    other.rename(path)
+    spare.rename(other)
+
+
+def flip(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+LIES = {
+    "flipped": flip,
+    "cut": cut,
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": os.unlink,
+    "longer": lambda path: path.write_bytes(path.read_bytes() * 2),
+    "swapped": swap,
+    "of a stranger": lambda path: path.write_bytes(gzip.compress(b"".join(stored(lines(63), 1000)))),
+}
+
+
+def tree(root):
+    """Every file below a directory, without locks and the cache."""
+    paths = [path for path in Path(root).rglob("*") if path.is_file() and path.name != ".owner"]
+    return {path: path.read_bytes() for path in paths if "tier/cache" not in str(path)}
+
+
+def read_all(made):
+    """The lines that the doors give, in order, and the offsets that they refuse as damaged."""
+    url = f"file://{made.store.root}"
+    found, refused, offset = [], [], 0
+    with up(made.data, synced=COUNT, KMQ_TIER=url) as broker:
+        broker.serve()
+        while offset < COUNT:
+            try:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{broker.port}/v1/logs/t/0/records?start={offset}", timeout=100
+                ) as response:
+                    found += response.read().splitlines(keepends=True)
+                    offset = int(response.headers["KMQ-Next-Offset"])
+            except urllib.error.HTTPError as err:
+                answer = json.loads(err.read())
+                assert (err.code, answer["code"]) == (500, "damaged"), answer
+                row = rows.holding(rows.of(made.directory()).rows, offset)
+                assert f"offset {row.base} to {row.next - 1}" in answer["message"]
+                refused += range(row.base, row.next)
+                offset = row.next
+    return found, refused
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.sampled(3)
+def test_of_a_damaged_object_those_offsets_alone_are_refused_and_named(made, lie):
+    harmed = object_with(made, 100)
+    LIES[lie](harmed)
+    before = tree(made.data), tree(made.store.root)
+    spans = [(row.base, row.next) for row in rows.of(made.directory()).rows]
+    wrong = [spans[1], spans[-1]] if lie == "swapped" else [spans[1]]
+    local = made.local()[0]
+    found, refused = read_all(made)
+    gone = [offset for begin, end in wrong for offset in range(begin, min(end, local))]
+    assert refused == gone or lie == "swapped"
+    assert found == [line for offset, line in enumerate(made.sent) if offset not in set(refused)]
+    environment = {"KMQ_DATA": made.data, "KMQ_TIER": f"file://{made.store.root}"}
+    done = CliRunner().invoke(app, ["tier", "verify", "--deep"], env=environment)
+    named = [words.partition(": ")[0] for words in done.stdout.splitlines()[:-1]]
+    assert done.exit_code == 1 and named == [f"t/0 offsets {begin} to {end - 1}" for begin, end in wrong]
+    assert (tree(made.data), tree(made.store.root)) == before and not damage_of(made)
+
+
+@pytest.mark.parametrize("lie", ["hole", "flipped", "cut"])
+def test_after_damaged_commits_nothing_is_written_or_deleted_and_everything_is_read(made, lie):
+    commits = sorted(Path(made.store.root).glob("*/commits/*"))
+    {"hole": os.unlink, "flipped": flip, "cut": cut}[lie](commits[len(commits) // 2])
+    before = tree(made.store.root)
+    made.start()
+    made.kill_copier()
+    for _ in range(2):
+        made.checkpoint()
+        with pytest.raises(DamagedError):
+            made.copier.turn()
+        made.tick()
+    made.stop()
+    after = tree(made.store.root)
+    assert {path: text for path, text in after.items() if "/probe/" not in str(path)} == before
+    assert read_all(made) == (made.sent, [])
+    environment = {"KMQ_DATA": made.data, "KMQ_TIER": f"file://{made.store.root}"}
+    done = CliRunner().invoke(app, ["tier", "verify"], env=environment)
+    assert isinstance(done.exception, DamagedError) and f"commit {len(commits) // 2 + 1}" in str(done.exception)
