@@ -24,12 +24,13 @@ Not covered A segment before a gap that loses its end together with `tier`: the 
 
 import os
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kmq.files import replace_file
-from kmq.log import dropped, index, rows, twins
+from kmq.log import dropped, index, rows, segment, twins
 from kmq.log.damage import DamageError
 from kmq.log.rows import FILE
+from kmq.log.segment import Segment
 
 NAME = "restored"
 COPY = "topics/.restored"
@@ -99,11 +100,29 @@ def of_wal(data: str) -> Gaps:
 
 
 def read(directory: str) -> Gaps:
-    """Return the gaps of a partition, in order; () if it has none, or if a line of `tier` is damaged."""
+    """Return the gaps of a partition, in order. If `tier` is damaged, those between its segments: before the first one
+    nobody is shown anything then.
+    """
     try:
         return tuple(Gap(*pair) for pair in rows.of(directory).gaps)
     except DamageError:
-        return ()
+        log, data = rows.label_of(directory)
+        found = forks_of(forks(data), log.rpartition("/")[0])
+        return tuple(between(segment.survey(directory), found, is_cold=True)) if found else ()
+
+
+def between(segments: Sequence[Segment], found: Forks, is_cold: bool) -> Iterator[Gap]:
+    """Yield the gaps of a log by its segments: the segment after a gap has the offset of a fork.
+
+    `is_cold`: records may lie before the first segment. Else no record is there.
+    """
+    offsets = {fork.offset for fork in found}
+    for number, part in enumerate(segments if found else ()):
+        if part.first not in offsets or (is_cold and not number):
+            continue
+        end = segment.end_of(segments[number - 1]) if number else 0
+        if end < part.first:
+            yield Gap(end, part.first)
 
 
 def parse(content: bytes, log: str) -> Gaps | None:
@@ -113,10 +132,15 @@ def parse(content: bytes, log: str) -> Gaps | None:
 
 
 def write(directory: str, life: int, found: Sequence[Gap]) -> None:
-    """Put these gaps into `tier`, which keeps its rows; it is on disk when this returns."""
+    """Put these gaps into `tier`, which keeps its rows; it is on disk when this returns.
+
+    A damaged file stays if it may have had rows: it is laid out again, and `restored` has the gaps.
+    """
     log, data = rows.label_of(directory)
     content = rows.content_of(directory)
     before = None if content is None else rows.parse(content, log)
+    if content is not None and before is None and rows.may_exist(data):
+        return
     if before is None or before.life != life:
         before = rows.empty(index.lineage_of(data), log, life)
     before.gaps = tuple((gap.first, gap.to) for gap in found)

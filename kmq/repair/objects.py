@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kmq.errors import ConfigError, CorruptError, KmqError
 from kmq.files import replace_file
-from kmq.log import index, rows, segment, topics
+from kmq.log import gaps, index, rows, segment, topics
 from kmq.log.damage import DamageError
 from kmq.log.partition import directory_of
 from kmq.log.rows import TierFile, TierRow
@@ -119,16 +119,19 @@ class TierObjects:
                 if self.file(at) is None:
                     rewriter.leave(rows.path_of(directory_of(self._data, *at)), str(err))
             return
-        table = topics.table(self._data)
-        for topic, number in wrong:
-            log, life = f"{topic}/{number}", table[topic.encode()].from_seq
-            known = logs.get((log, life))
-            if known is not None and known.end is not None:
-                path = rows.path_of(directory_of(self._data, topic, number))
-                made = known.copy()
-                made.head = rows.empty(index.lineage_of(self._data), log, life).head
-                replace_file(path, made.text())
-                rewriter.report(path, "written again, as the commits in KMQ_TIER have it")
+        table, is_forked = topics.table(self._data), bool(gaps.forks(self._data))
+        for at in wrong:
+            log, life, directory = f"{at[0]}/{at[1]}", table[at[0].encode()].from_seq, directory_of(self._data, *at)
+            head, found = rows.empty(index.lineage_of(self._data), log, life), logs.get((log, life))
+            has_none = found is None and (self.file(at) is None or not segment.listing(directory))
+            if found is None and (
+                is_forked or not has_none
+            ):  # after a fork the commits need not have what was before it
+                continue
+            made = (found or head).copy()
+            made.head = head.head
+            replace_file(rows.path_of(directory), made.text())
+            rewriter.report(rows.path_of(directory), "written again, as the commits in KMQ_TIER have it")
 
     def _may_be_lost(self, at: At) -> bool:
         """Return True if the file `tier` of a partition is damaged, or missing although there may be rows."""

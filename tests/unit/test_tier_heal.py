@@ -19,11 +19,16 @@ from typer.testing import CliRunner
 from kmq.cli import tier
 from kmq.cli.app import app
 from kmq.config.settings import load
-from kmq.log import rows, segment
+from kmq.errors import CorruptError
+from kmq.gateway.core.partitions import Partitions
+from kmq.log import reader, rows, segment
+from kmq.log.damage import DamageError
+from kmq.log.rows import NotHereError
 from kmq.repair.heal import repair
 from kmq.repair.verify import Verifier
 from kmq.tier.cache import TierCache
 from kmq.tier.commits import DamagedError
+from kmq.wire.requests import Position
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -43,6 +48,7 @@ def made(original, tmp_path):
     for name in ("data", "store"):
         shutil.copytree(Path(original.data).parent / name, tmp_path / name, symlinks=True)
     broker = copy.copy(original)
+    broker.sent = [*original.sent]
     broker.data, broker.store, broker.logger = str(tmp_path / "data"), LyingStore(str(tmp_path / "store")), FakeLogger()
     return broker
 
@@ -299,3 +305,126 @@ def test_after_damaged_commits_nothing_is_written_or_deleted_and_everything_is_r
     environment = {"KMQ_DATA": made.data, "KMQ_TIER": f"file://{made.store.root}"}
     done = CliRunner().invoke(app, ["tier", "verify"], env=environment)
     assert isinstance(done.exception, DamagedError) and f"commit {len(commits) // 2 + 1}" in str(done.exception)
+
+
+# --- the file `tier` -------------------------------------------------------------------------------------------------
+
+
+def damage_tier(made):
+    path = Path(rows.path_of(made.directory()))
+    path.write_bytes(path.read_bytes().replace(b" add ", b" odd ", 1))
+
+
+TIER_LOSSES = {
+    "damaged": damage_tier,
+    "lost": lambda made: os.unlink(rows.path_of(made.directory())),
+    "partition": lambda made: shutil.rmtree(made.directory()),
+    "topic": lambda made: shutil.rmtree(Path(made.directory()).parent),
+}
+
+
+def read_cold(made):
+    """Every record of the partition by offset, through a cache of its own."""
+    shutil.rmtree(f"{made.data}/tier/cache", ignore_errors=True)
+    log, cache = reader.partition(made.data, "t", 0), TierCache(made.data, made.store, 1 << 30)
+    found, offset = {}, log.first_offset
+    while True:
+        try:
+            first, text = log.read(offset)
+        except NotHereError as err:
+            cache.fetch(err.directory, err.life, err.row)
+            continue
+        if not text:
+            return found
+        found |= dict(enumerate(text.splitlines(keepends=True), first))
+        offset = first + text.count(b"\n")
+
+
+@pytest.mark.parametrize("loss", TIER_LOSSES)
+@pytest.mark.parametrize("wal", ["whole", "gone"])
+def test_a_lost_or_damaged_tier_is_a_refusal_until_its_rows_are_laid_out_again(made, loss, wal):
+    first, rows_before = made.local()[0], made.rows()
+    if wal == "gone":
+        lose_wal(made)
+    TIER_LOSSES[loss](made)
+    made.start()
+    try:
+        partition = Partitions(made.data).open("t", 0)
+        for offset in (3, first - 1):
+            with pytest.raises(DamageError):
+                partition.read(offset, 1)
+        with pytest.raises(DamageError):
+            partition.locate(Position("earliest", 0))
+        assert made.local()[0] >= first
+        assert partition.read(COUNT - 1, 1) == (COUNT - 1, made.sent[COUNT - 1])
+        made.send(*lines(3, COUNT))
+        assert partition.read(COUNT, 1) == (COUNT, made.sent[COUNT])
+        made.kill_copier()
+        for _ in range(3):
+            made.turn()
+        assert made.rows()[: len(rows_before)] == rows_before and made.begin() == 0
+        assert read_cold(made) == dict(enumerate(made.sent))
+    finally:
+        made.stop()
+
+
+@pytest.mark.parametrize("loss", ["damaged", "lost"])
+def test_without_router_ckpt_nothing_before_the_segments_is_rebuilt(made, loss):
+    first = made.local()[0]
+    TIER_LOSSES[loss](made)
+    os.unlink(f"{made.data}/router.ckpt")
+    made.start()
+    assert made.local()[0] == first
+    with pytest.raises(DamageError):
+        reader.partition(made.data, "t", 0).read(3, 1)
+    made.kill_copier()
+    for _ in range(3):
+        made.turn()
+    assert read_cold(made) == dict(enumerate(made.sent))
+    made.stop()
+
+
+def test_a_start_waits_for_what_only_the_commits_say_where_a_partition_goes_on(made):
+    """Directory and router.ckpt are lost, and the WAL begins later: offsets would be given out again."""
+    end = made.rows()[-1][1]
+    lose_wal(made)
+    os.unlink(f"{made.data}/router.ckpt")
+    shutil.rmtree(made.directory())
+    with pytest.raises(CorruptError, match="set KMQ_TIER and run kmq verify --repair"):
+        made.start()
+    made.wal.close()
+    os.makedirs(made.directory(), exist_ok=True)
+    assert heal(made)["topics/t/0/tier"].what == "written again, as the commits in KMQ_TIER have it"
+    made.start()
+    assert made.local() == [end] and made.begin() == 0
+    assert read_cold(made) == dict(enumerate(made.sent))
+    made.stop()
+
+
+@pytest.mark.parametrize("loss", ["damaged", "lost"])
+def test_a_repair_writes_a_tier_again_before_it_heals_a_block(made, loss):
+    before, tier_before = logs(made.directory()), rows.of(made.directory()).text()
+    lose_wal(made)
+    TIER_LOSSES[loss](made)
+    spoil(path_of(made))
+    damaged = logs(made.directory())
+    if loss == "damaged":  # which records lie in the store is not known: nothing is given up
+        assert all(each.what.startswith("not healed: ") for each in repair(made.data))
+        assert logs(made.directory()) == damaged and not os.path.exists(f"{made.data}/quarantine")
+    heal(made)
+    assert logs(made.directory()) == before and rows.of(made.directory()).text() == tier_before
+    assert not damage_of(made)
+
+
+def test_a_start_in_rows_that_are_not_known_waits_for_them(made):
+    damage_tier(made)
+    made.start()
+    made.queues.retention.begin_at([(made.queues.logs.log_of(made.queues.in_force.table[b"t"], 0), 100)])
+    made.tick()
+    with pytest.raises(DamageError):
+        reader.partition(made.data, "t", 0).read(200, 1)
+    made.kill_copier()
+    for _ in range(3):
+        made.turn()
+    assert made.begin() == 100 and list(read_cold(made)) == [*range(100, COUNT)]
+    made.stop()

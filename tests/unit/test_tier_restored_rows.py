@@ -2,13 +2,16 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from fake_logger import FakeLogger
 from tiered import TieredBroker, cold_broker, lines
 
 from kmq.config.settings import load
+from kmq.errors import CorruptError
 from kmq.log import gaps, identity, reader, rows
+from kmq.log.damage import DamageError
 from kmq.log.rows import NotHereError
 from kmq.router import fork
 from kmq.tier.cache import TierCache
@@ -85,6 +88,52 @@ def test_what_was_restored_goes_on_and_can_be_restored_itself(made, tmp_path):
     third = restored(again, tmp_path / "third")
     assert read_all(third) == whole and third.begin() == 0
     third.stop()
+
+
+@pytest.mark.parametrize("content", [None, b"odd\n"])
+def test_a_lost_tier_of_a_restored_directory_is_laid_out_again_and_no_gap_is_invented(made, tmp_path, content):
+    again = restored(made, tmp_path / "again")
+    again.send(*lines(200, begin=1000))
+    whole = read_all(again)
+    again.stop()
+    path = Path(rows.path_of(again.directory()))
+    path.unlink() if content is None else path.write_bytes(content)
+    again.start()
+    log = reader.partition(again.data, "t", 0)
+    for offset in (3, again.local()[0] - 1):
+        with pytest.raises(DamageError):
+            log.read(offset, 1)
+    assert log.read(again.local()[0], 1)[0] == again.local()[0]
+    for _ in range(3):
+        again.turn()
+    assert read_all(again) == whole and again.begin() == 0
+    again.stop()
+
+
+def test_a_gap_between_segments_is_known_though_tier_is_damaged(made, tmp_path):
+    copy = str(tmp_path / "copy")
+    shutil.copytree(made.data, copy, symlinks=True)
+    fork.carry_out(copy, fork.plan(copy), load({"KMQ_DATA": copy}, "none.toml"), FakeLogger())
+    again = opened(made, copy)
+    again.send(*lines(5, begin=1000))
+    [gap], local = gaps.read(again.directory()), again.local()[0]
+    Path(rows.path_of(again.directory())).write_bytes(b"odd\n")
+    again.stop()
+    again.start()
+    log = reader.partition(copy, "t", 0)
+    assert gaps.read(again.directory()) == (gap,) and local < gap.first
+    assert [*dict(offsets_of(log, local))] == [*range(local, COUNT), *range(gap.to, gap.to + 5)]
+    with pytest.raises(DamageError):
+        log.read(3, 1)
+    again.stop()
+    with pytest.raises(CorruptError, match="kmq verify --repair with KMQ_TIER set"):
+        fork.plan(copy)
+
+
+def offsets_of(log, offset):
+    while (found := log.read(offset, 1))[1]:
+        yield found
+        offset = found[0] + 1
 
 
 def test_a_partition_whose_records_all_lie_in_rows_comes_back_empty_at_their_end(tmp_path):
