@@ -164,6 +164,7 @@ def _leave_gaps(data: str, settings: Settings, last_stored: int, logger: Logger)
     queues = Queues(data, _no_room, logger, Limits.of(settings), are_recorded=True)
     queues.recover(last_stored)
     queues.make_topics()
+    queues.settle()  # a start that was moved has begun one
     queues.checkpoints.start()
     queues.settle()
     queues.logs.close()

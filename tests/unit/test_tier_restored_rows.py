@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from tiered import TieredBroker, cold_broker, lines
 from kmq.config.settings import load
 from kmq.errors import CorruptError
 from kmq.log import gaps, identity, reader, rows
+from kmq.log.checkpoint import Checkpointer
 from kmq.log.damage import DamageError
+from kmq.log.partition import PartitionLog
 from kmq.log.rows import NotHereError
+from kmq.log.segment import Limits
 from kmq.router import fork
 from kmq.tier.cache import TierCache
 from kmq.tier.restore import Restore, find_source
@@ -137,8 +141,6 @@ def offsets_of(log, offset):
 
 
 def test_a_partition_whose_records_all_lie_in_rows_comes_back_empty_at_their_end(tmp_path):
-    from kmq.log.segment import Limits
-
     broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096))
     broker.send(*lines(100))
     broker.turn()
@@ -174,4 +176,74 @@ def test_a_forked_directory_keeps_its_rows_and_tells_its_new_lineage_of_them(mad
     assert again.rows()[0][0] == 0 and again.rows()[-1][0] >= gaps.read(again.directory())[-1].to
     assert [row.key for row in again.state.logs["t/0", 1].rows][: len(keys)] == keys
     assert get(again.store, keys[0])
+    again.stop()
+
+
+# --- starts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [100, 10**6])
+def test_a_start_inside_of_a_row_comes_back_with_a_restore(tmp_path, offset):
+    """One that lies beyond the end deletes what there was, and nothing that came later."""
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096), 8192)
+    broker.send(*lines(200))
+    broker.turn()
+    broker.send(b"__kmq.start|1|;request=r|t incarnation=1 0=%d" % offset)
+    broker.tick()
+    begin = broker.begin()
+    assert begin == min(offset, 200)
+    broker.send(*lines(200, 200))
+    for _ in range(3):
+        broker.turn()
+    whole = read_all(broker)
+    broker.stop()
+    assert [*whole] == [*range(begin, 400)]
+    again = restored(broker, tmp_path / "again")
+    assert read_all(again) == whole and again.begin() == begin
+    again.stop()
+
+
+def test_a_start_that_waits_for_room_stays_before_what_goes_to_the_store_meanwhile(tmp_path):
+    """It was postponed while the topic had tier=off, so no file tier had it when the first row was made."""
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096))
+    broker.send(*lines(200))
+    broker.queues.context.has_room = lambda nbytes: False
+    broker.send(b"__kmq.start|1|;request=r|t incarnation=1 0=100")
+    broker.tick()
+    assert broker.begin() < 100
+    broker.limits = Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096)
+    broker.queues.use_limits(broker.limits)
+    broker.tick()
+    broker.kill_copier()
+    broker.send(*lines(200, 200))
+    for _ in range(3):
+        broker.turn()
+    broker.stop()
+    again = restored(broker, tmp_path / "again")
+    assert [*read_all(again)] == [*range(100, 400)]
+    again.stop()
+
+
+def test_a_gap_is_left_only_after_the_checkpoint_that_a_start_has_begun(tmp_path, monkeypatch):
+    """It syncs the empty segment that goes with the gap."""
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096))
+    broker.send(*lines(50))
+    broker.turn()
+    broker.send(b"__kmq.start|1|;request=r|t incarnation=1 0=%d" % 10**6)
+    broker.turn()
+    broker.stop()
+    has_gap, skip_to, run = threading.Event(), PartitionLog.skip_to, Checkpointer.run
+
+    def skip(log, offset):
+        skip_to(log, offset)
+        has_gap.set()
+
+    def run_late(checkpoint, *arguments):
+        has_gap.wait(0.5)
+        run(checkpoint, *arguments)
+
+    monkeypatch.setattr(PartitionLog, "skip_to", skip)
+    monkeypatch.setattr(Checkpointer, "run", run_late)
+    again = restored(broker, tmp_path / "again")
+    assert again.begin() >= 50 and not read_all(again)
     again.stop()
