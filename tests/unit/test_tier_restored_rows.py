@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from fake_logger import FakeLogger
+from made_up import FIRST_TS
 from tiered import TieredBroker, cold_broker, lines
 
 from kmq.config.settings import load
 from kmq.errors import CorruptError
+from kmq.gateway.core.partitions import Partitions
 from kmq.log import gaps, identity, reader, rows
 from kmq.log.checkpoint import Checkpointer
 from kmq.log.damage import DamageError
@@ -149,6 +151,8 @@ def test_a_partition_whose_records_all_lie_in_rows_comes_back_empty_at_their_end
     broker.stop()
     again = restored(broker, tmp_path / "again")
     assert read_all(again) == dict(enumerate(broker.sent))
+    partition = Partitions(again.data).open("t", 0)
+    assert partition.highest_shown() == partition.first_shown(FIRST_TS // 1000)  # all within a millisecond
     again.stop()
 
 
