@@ -204,7 +204,8 @@ class QueueHealer:
     def heal(self) -> None:
         """Rewrite each segment that is damaged or not indexed."""
         row = self.directory.load_checkpoint()[1].get((self.topic.name, self.number))
-        if self.gaps != self.log.gaps():
+        is_lost = not rows.is_known(self.log.directory) and not rows.may_exist(self.data)
+        if is_lost or self.gaps != self.log.gaps():
             gaps.write(self.log.directory, self.topic.from_seq, self.gaps)
             self.rewriter.report(rows.path_of(self.log.directory), "written again")
         self._make_front(row)

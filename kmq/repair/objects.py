@@ -110,7 +110,9 @@ class TierObjects:
     # --- the files `tier` --------------------------------------------------------------------------------------------
 
     def heal_files(self, rewriter: Rewriter) -> None:
-        """Write each lost or damaged file `tier` again, from the commits, if rows are in force."""
+        """Write each lost or damaged file `tier` again, from the commits."""
+        if not rows.may_exist(self._data):  # then it has gaps only, which `restored` has too
+            return
         wrong = [at for at in DataDirectory(self._data).queues() if self._may_be_lost(at)]
         try:
             logs = self._access.logs() if wrong else {}
@@ -121,23 +123,23 @@ class TierObjects:
             return
         table, is_forked = topics.table(self._data), bool(gaps.forks(self._data))
         for at in wrong:
-            log, life, directory = f"{at[0]}/{at[1]}", table[at[0].encode()].from_seq, directory_of(self._data, *at)
-            head, found = rows.empty(index.lineage_of(self._data), log, life), logs.get((log, life))
-            has_none = found is None and (self.file(at) is None or not segment.listing(directory))
-            if found is None and (
-                is_forked or not has_none
-            ):  # after a fork the commits need not have what was before it
-                continue
-            made = (found or head).copy()
-            made.head = head.head
-            replace_file(rows.path_of(directory), made.text())
-            rewriter.report(rows.path_of(directory), "written again, as the commits in KMQ_TIER have it")
+            directory, path = directory_of(self._data, *at), rows.path_of(directory_of(self._data, *at))
+            none = rows.empty(index.lineage_of(self._data), f"{at[0]}/{at[1]}", table[at[0].encode()].from_seq)
+            found = logs.get((none.log, none.life))
+            if found is None and is_forked:
+                if self.file(at) is None:
+                    rewriter.leave(path, "the commits since the fork do not say which rows it had before")
+            elif found is not None or self.file(at) is None or not segment.listing(directory):
+                made = (found or none).copy()
+                made.head = none.head
+                replace_file(path, made.text())
+                rewriter.report(path, "written again, as the commits in KMQ_TIER have it")
 
     def _may_be_lost(self, at: At) -> bool:
         """Return True if the file `tier` of a partition is damaged, or missing although there may be rows."""
-        found, directory = self.file(at), directory_of(self._data, *at)
-        if found is None or os.path.exists(rows.path_of(directory)) or not os.path.isdir(f"{self._data}/tier"):
-            return found is None
+        directory = directory_of(self._data, *at)
+        if os.path.exists(rows.path_of(directory)):
+            return self.file(at) is None
         segments = segment.listing(directory)
         return not segments or segments[0][0] > 0
 
