@@ -19,6 +19,7 @@ Invariant   In every partition of a topic of users the records with a seq from t
             Topics whose names begin with `__` have no gaps: only KMQ reads them, always from the start.
 Crash       Every file is replaced atomically. `tier` is on disk before the segment after the gap is made. A start makes
             that segment again, and a lost `tier`, from `restored`. `restored` has a copy, topics/.restored.
+Damage      While `tier` is damaged the gaps are those between segments. Before the first segment nobody reads then.
 Not covered A segment before a gap that loses its end together with `tier`: the copy in the WAL shows the loss to verify.
 """
 
@@ -108,20 +109,18 @@ def read(directory: str) -> Gaps:
     except DamageError:
         log, data = rows.label_of(directory)
         found = forks_of(forks(data), log.rpartition("/")[0])
-        return tuple(between(segment.survey(directory), found, is_cold=True)) if found else ()
+        return tuple(between(segment.survey(directory), found, None)) if found else ()
 
 
-def between(segments: Sequence[Segment], found: Forks, is_cold: bool) -> Iterator[Gap]:
+def between(segments: Sequence[Segment], found: Forks, cold_end: int | None) -> Iterator[Gap]:
     """Yield the gaps of a log by its segments: the segment after a gap has the offset of a fork.
 
-    `is_cold`: records may lie before the first segment. Else no record is there.
+    `cold_end`: where the rows before the first segment end; 0 without rows, None if that is not known.
     """
     offsets = {fork.offset for fork in found}
     for number, part in enumerate(segments if found else ()):
-        if part.first not in offsets or (is_cold and not number):
-            continue
-        end = segment.end_of(segments[number - 1]) if number else 0
-        if end < part.first:
+        end = segment.end_of(segments[number - 1]) if number else cold_end
+        if part.first in offsets and end is not None and end < part.first:
             yield Gap(end, part.first)
 
 

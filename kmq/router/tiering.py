@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 
 from kmq.files import make_directory, with_room
-from kmq.log import identity, rows, segment
+from kmq.log import gaps, identity, rows, segment
 from kmq.log.index import lineage_of
 from kmq.log.partition import PartitionState, directory_of
 from kmq.log.rows import TierFile
@@ -132,14 +132,26 @@ class Tiering:
             self._context.logger.warn("rows_discarded", topic=name, partition=number, reason="of another life")
             return
         try:
-            start = self._unknown.get((name, number), 0)
-            lines = [*laid_out.decode("ascii").splitlines()[1:], *([f"start {start}"] if start else [])]
+            lines = laid_out.decode("ascii").splitlines()[1:]
+            if (name, number) in self._unknown:
+                lines += self._missed(topic, number, laid_out)
             after = self._append(topic, number, lines)
         except ValueError as err:
             self._context.logger.warn("rows_discarded", topic=name, partition=number, reason=err)
             return
         names = {"topic": name, "partition": number, "end_offset": after.end}
         self._context.logger.info("rows_installed", **names, rows=len(after.rows))
+
+    def _missed(self, topic: Topic, number: int, laid_out: bytes) -> list[str]:
+        """Return what the commits do not say of a partition whose file was lost: the gap after its rows, and its start."""
+        at, directory = (topic.name, number), directory_of(self._context.data, topic.name, number)
+        coming = rows.parse(laid_out)
+        end, forks = coming.end or 0 if coming else None, self._in_force.forks_of(topic.name)
+        found = tuple(gaps.between(segment.survey(directory), forks, end)) if forks else ()
+        self._states[at].gaps = tuple(sorted({*self._states[at].gaps, *found}))
+        where, start = f"{topic.name}/{number} life={topic.from_seq}", self._unknown[at]
+        lines = [f"0 gap {where} from={gap.first} to={gap.to} why=fork" for gap in found]
+        return [*lines, f"start {start}"] if start else lines
 
     def _append(self, topic: Topic, number: int, lines: list[str]) -> TierFile:
         """Add lines to the file of a partition. It is on disk when this returns."""

@@ -97,9 +97,21 @@ def test_what_was_restored_goes_on_and_can_be_restored_itself(made, tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"odd\n"])
-def test_a_lost_tier_of_a_restored_directory_is_laid_out_again_and_no_gap_is_invented(made, tmp_path, content):
+@pytest.mark.parametrize("are_all_cold", [False, True])
+def test_a_lost_tier_of_a_restored_directory_is_laid_out_again_and_no_gap_is_invented(
+    made, tmp_path, content, are_all_cold
+):
+    if are_all_cold:  # the first segment is the one after the gap
+        made.start()
+        made.limits = Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096)
+        made.object_bytes = 1 << 26
+        made.kill_copier()
+        made.turn()
+        assert made.rows()[-1][1] == COUNT
+        made.stop()
     again = restored(made, tmp_path / "again")
     again.send(*lines(200, begin=1000))
+    assert (again.local()[0] > COUNT) == are_all_cold
     whole = read_all(again)
     again.stop()
     path = Path(rows.path_of(again.directory()))
