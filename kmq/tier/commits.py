@@ -249,16 +249,16 @@ class TierState:
     def _apply_to_log(self, each: CommitLine, number: int) -> None:
         at = each.name, each.number("life")
         log = self.logs.setdefault(at, rows.empty("", *at))
-        known = [row.key for row in log.rows] if each.verb == "drop" else []
+        keys = [row.key for row in log.rows] if each.verb == "drop" else []
         if each.verb == "add" and not log.follows(each.number("base")):
             raise ValueError(f"a row of {each.name} begins at {each.values['base']} instead of {log.end}")
-        if not log.take(f"{number} {each}"):
+        if not log.apply(f"{number} {each}"):
             raise ValueError(f"{str(each)[:200]!r} is no line of a partition")
         if each.values.get("why") == "deleted":
             self.logs.pop(at)
             log = rows.empty("", *at)
-        kept = {row.key for row in log.rows} if known else ()
-        self.dropped |= {key: number for key in known if key not in kept}
+        remaining = {row.key for row in log.rows} if keys else ()
+        self.dropped |= {key: number for key in keys if key not in remaining}
 
     def _drop(self, row: CommitLine | None, number: int) -> None:
         if row is not None:
@@ -368,9 +368,9 @@ class CommitLog:
                 content = store.get(self.store, _commit_key(self.lineage, number))
             except MissingError:
                 return
-            self._take(content, number)
+            self._apply(content, number)
 
-    def _take(self, content: bytes, number: int) -> None:
+    def _apply(self, content: bytes, number: int) -> None:
         try:
             commit = decode(content, number)
         except (ValueError, KeyError) as err:
@@ -385,17 +385,17 @@ class CommitLog:
         `nonce`: new for each commit. Raises StaleError if there are newer commits than `state` had: the lines may not
         follow from them. Raises StoreError if it is not known whether the commit was made: `catch_up` finds out.
         """
-        known = self.state.number
+        before = self.state.number
         self.catch_up()
         if self.start:
             self.check_claim()
         if self.state.successor:
             raise FencedError(self.state.claim or _NOBODY)
-        number = known + 1
-        if self.state.number == known:
+        number = before + 1
+        if self.state.number == before:
             content = TierCommit(number, self._writer, self.start or nonce, nonce, timestamp(), lines).encode()
             if self.store.create(_commit_key(self.lineage, number), content):
-                self._take(content, number)
+                self._apply(content, number)
                 return
         raise StaleError(f"commit {number} was made meanwhile")
 
@@ -434,7 +434,7 @@ def lineages(store: Store) -> Iterator[str]:
         lineage = key.partition("/")[0]
         if _LINEAGE.fullmatch(lineage):
             yield lineage
-        after = f"{lineage}0"  # behind all keys of that lineage
+        after = f"{lineage}0"  # after all keys of that lineage
 
 
 def timestamp() -> str:

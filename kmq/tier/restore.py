@@ -7,9 +7,9 @@ Order       1 a claim in the old lineage, so that its broker writes nothing more
             3 the router's own recovery, which rebuilds every queue from the WAL    4 a fork (kmq/router/fork.py)
             5 commits of the new lineage, by which it can itself be restored        6 `begins successor=…` in the old one
             7 `whole`, and the places
-Invariant   What comes back is one state that the broker had: the WAL up to its last row, and tables and files as of it or
+Invariant   A restore gives one state that the broker had: the WAL up to its last row, and tables and files as of it or
             before. Every object is compared with its row. The broker may have acknowledged more after the last row, so
-            by the fork the directory gets a new id and lineage, and no seq, offset, name or producer id comes again.
+            by the fork the directory gets a new id and lineage, and no seq, offset, name or producer id is used twice.
 Crash       Without `whole` the next call begins anew; no stage starts in a directory that has `restoring` and no `id`.
             With it the next call puts the rest in place. A lineage that was claimed and not begun may be restored again.
 Drill       claims nothing and makes no commits: the living broker does not notice.
@@ -64,13 +64,13 @@ def find_source(store: Store, lineage: str, writer: str) -> CopySource | None:
     Raises CorruptError if there are several, or `lineage` is not there.
     """
     found: list[CopySource] = []
-    known: dict[str, CopySource] = {}
+    sources: dict[str, CopySource] = {}
     for name in [lineage] if lineage else lineages(store):
         commits = CommitLog(store, name, writer)
         if commits.read().number:
-            known[name] = CopySource(name, commits)
-    for name, each in known.items():
-        origin = known.get(each.state.origin)
+            sources[name] = CopySource(name, commits)
+    for name, each in sources.items():
+        origin = sources.get(each.state.origin)
         is_left_over = origin is not None and origin.state.successor != name
         if lineage or not (each.state.successor or is_left_over):
             found.append(each)
