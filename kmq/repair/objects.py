@@ -63,6 +63,12 @@ class TierObjects:
         except DamageError:
             return None
 
+    def _known_file(self, at: At) -> TierFile:
+        if (found := self.file(at)) is None:
+            path = rows.path_of(f"topics/{at[0]}/{at[1]}")
+            raise CorruptError(f"{path} is damaged, so which records lie in KMQ_TIER is not known; set KMQ_TIER")
+        return found
+
     def end(self, at: At) -> int:
         """Return the offset at which the rows of a partition end; 0 without any. It is not known: after every offset."""
         found = self.file(at)
@@ -72,29 +78,22 @@ class TierObjects:
 
     def records(self, at: At, begin: int, end: int) -> Records:
         """Return the records begin…end-1, by offset, as far as rows have them. Raises KmqError if one cannot be had."""
-        found = self.file(at)
-        if found is None:
-            name = rows.path_of(f"topics/{at[0]}/{at[1]}")
-            raise CorruptError(
-                f"{name} is damaged, so which records lie in KMQ_TIER is not known; run it with KMQ_TIER set"
-            )
+        found = self._known_file(at)
         mine = [row for row in found.rows if row.base < end and begin < row.next]
         return {seq: line for row in mine for offset, seq, line in self._lines(at, found, row) if begin <= offset < end}
 
     def lacking(self, at: At, scans: Sequence[Scan], low: int, high: int) -> Iterator[tuple[int, bytes, bool]]:
         """Yield (seq, line, True) of the records low…high that rows have and the segments do not, in order.
 
-        An object that is missing or damaged has none.
+        An object that is missing or damaged has none. Raises KmqError if the store does not answer, or the rows are not
+        known.
         """
-        found = self.file(at)
-        if found is None:
-            return
-        for begin, end in _between_good(scans):
+        for begin, end in _between_good(scans) if rows.may_exist(self._data) else ():
             first, last = max(begin, low), min(end, high)
-            for row in found.rows:
-                if first <= last and row.seqs[0] <= last and first <= row.seqs[1]:
+            for row in self._known_file(at).rows if first <= last else ():
+                if row.seqs[0] <= last and first <= row.seqs[1]:
                     with suppress(CorruptError):
-                        lines = ((seq, line) for _, seq, line in self._lines(at, found, row))
+                        lines = ((seq, line) for _, seq, line in self._lines(at, self._known_file(at), row))
                         yield from ((seq, line, True) for seq, line in lines if first <= seq <= last)
 
     def _lines(self, at: At, found: TierFile, row: TierRow) -> Iterator[tuple[int, int, bytes]]:

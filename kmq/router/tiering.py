@@ -59,6 +59,8 @@ class Tiering:
             return found if found.rows else None
         if found is None:
             self._unknown.setdefault((topic.name, number), 0)
+            with contextlib.suppress(FileNotFoundError):  # it has only what followed the lost rows
+                os.unlink(f"{self._context.data}/{OUTBOX}/{topic.name}-{number}")
             effect = "readers are refused offsets before its segments until kmq.tier has laid out its rows again"
             self._context.logger.error("rows_damaged", file=rows.path_of(directory), effect=effect)
         return None

@@ -145,6 +145,23 @@ def test_while_the_store_is_away_the_block_stays_and_the_report_says_why(made):
     assert logs(made.directory()) == before and not damage_of(made)
 
 
+def test_the_command_says_what_waits_for_the_store_and_heals_it_later(made):
+    lose_wal(made)
+    spoil(path_of(made))
+    environment = {
+        "KMQ_DATA": made.data,
+        "KMQ_TIER": f"file://{made.store.root}",
+        "KMQ_INSTANCE": f"heal-{os.getpid()}",
+    }
+    os.rename(made.store.root, f"{made.store.root}-away")
+    done = CliRunner().invoke(app, ["verify", "--repair"], env=environment)
+    assert done.exit_code == 65 and "not healed: the store has no commit of this broker" in done.stdout
+    os.rename(f"{made.store.root}-away", made.store.root)
+    assert CliRunner().invoke(app, ["verify", "--repair"], env=environment).exit_code == 0
+    done = CliRunner().invoke(app, ["verify"], env=environment)
+    assert done.exit_code == 0 and done.stdout.endswith("no damage\n")
+
+
 def test_what_the_gateway_has_left_in_the_cache_is_not_believed(made):
     before = logs(made.directory())
     lose_wal(made)
@@ -343,6 +360,7 @@ def read_cold(made):
 
 @pytest.mark.parametrize("loss", TIER_LOSSES)
 @pytest.mark.parametrize("wal", ["whole", "gone"])
+@pytest.mark.sampled(4)
 def test_a_lost_or_damaged_tier_is_a_refusal_until_its_rows_are_laid_out_again(made, loss, wal):
     first, rows_before = made.local()[0], made.rows()
     if wal == "gone":
@@ -415,6 +433,33 @@ def test_a_repair_writes_a_tier_again_before_it_heals_a_block(made, loss):
     heal(made)
     assert logs(made.directory()) == before and rows.of(made.directory()).text() == tier_before
     assert not damage_of(made)
+
+
+def test_while_the_rows_are_not_known_no_record_of_the_wal_is_given_up(made):
+    path = segment.listing(f"{made.data}/append")[1][1]
+    spoil(path)
+    damage_tier(made)
+    damaged = logs(f"{made.data}/append")
+    done = {each.path: each.what for each in repair(made.data)}
+    assert done[os.path.relpath(path, made.data)].startswith("not healed: topics/t/0/tier is damaged")
+    assert logs(f"{made.data}/append") == damaged and not os.path.exists(f"{made.data}/quarantine")
+    heal(made)
+    assert not damage_of(made)
+
+
+def test_what_was_laid_out_before_the_file_was_lost_is_not_all_of_its_rows(made):
+    found, text = made.rows(), Path(rows.path_of(made.directory())).read_text().splitlines(keepends=True)
+    Path(f"{made.data}/topics/.tiered").mkdir(exist_ok=True)
+    Path(f"{made.data}/topics/.tiered/t-0").write_text(text[0] + text[-1])
+    damage_tier(made)
+    made.start()
+    made.tick()
+    with pytest.raises(DamageError):
+        reader.partition(made.data, "t", 0).read(3, 1)
+    made.kill_copier()
+    made.turn()
+    assert made.rows()[: len(found)] == found and made.begin() == 0
+    made.stop()
 
 
 def test_a_start_in_rows_that_are_not_known_waits_for_them(made):
