@@ -26,7 +26,7 @@ class TieredBroker:
         self.store = LyingStore(str(path / "store"))
         self.logger = FakeLogger()
         self.now_s = FIRST_TS / 1e6
-        self.lacks_room = False
+        self.shortage = 0  # bytes
         self.next_seq = 1
         self.sent: list[bytes] = []  # stored lines, of all topics
         identity.open_data(self.data)
@@ -42,7 +42,8 @@ class TieredBroker:
             self.logger,
             self.limits,
             now_s=lambda: self.now_s,
-            lacks_room=lambda: self.lacks_room,
+            lacks_room=lambda: self.shortage > 0,
+            shortage=lambda: self.shortage,
         )
         self.queues.recover(self.wal.last_seq)
 

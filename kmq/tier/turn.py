@@ -185,6 +185,7 @@ class Copier:
         uploads = Uploads(self._key, self._upload, self._commit, self._rest)
         self._partitions = PartitionCopier(data, options.limits, options.object_bytes, uploads, log)
         self._dropped_at: dict[str, float] = {}
+        self._noted = -1  # the last seq that tier/wal says
         self.orphans = 0  # deleted
         self.missing: list[CommitLine] = []  # rows whose object was not there at the last look at all names
         self._sweep: Sweep | None = None
@@ -281,7 +282,14 @@ class Copier:
     # --- the WAL -----------------------------------------------------------------------------------------------------
 
     def _copy_wal(self, high: int) -> None:
+        """Copy the WAL up to `high`, and note in tier/wal how far the store has it."""
         self._wal_at = time.monotonic()
+        self._copy_wal_up_to(high)
+        if self._noted != self.copied:
+            wal.note_copied(self.data, self.copied)
+            self._noted = self.copied
+
+    def _copy_wal_up_to(self, high: int) -> None:
         while self.commits.state.wal_end <= high:
             begin, lines = self.commits.state.wal_end, []
             if (first := reader.first_seq(self.data)) > begin:
@@ -312,16 +320,33 @@ class Copier:
             if not lines or nbytes >= self._options.object_bytes or record.seq_of(last_line(lines)) >= high:
                 return
 
+    def _expired(self) -> list[int]:
+        """Return the last seqs of the oldest rows of the WAL that have gone from the local WAL by its limits.
+
+        What went because the disk was short of room stays in the store.
+        """
+        limits, first, found = self._options.limits(), reader.first_seq(self.data), []
+        youngest = time.time() - limits.retention_age
+        nbytes = sum(row.number("bytes") for row in self.commits.state.wal)
+        for row in self.commits.state.wal:
+            is_too_much = bool(limits.retention_bytes) and nbytes > limits.retention_bytes
+            is_too_old = float(row.values["ts"].partition("-")[2]) <= youngest
+            if row.number("last") >= first or not (is_too_much or is_too_old):
+                break
+            found.append(row.number("last"))
+            nbytes -= row.number("bytes")
+        return found
+
     def _drop_wal(self, waiting: int) -> None:
-        """Drop the oldest rows of the WAL that the local WAL does not have any more, and that no file or table needs.
+        """Drop the oldest rows of the WAL that have gone by its limits, and that no file or table needs.
 
         Those from seq `waiting` on have records of partitions that are in no row yet.
         """
         state = self.commits.state
         covered = [row.number("seq") for row in state.tables.values()]
         covered += [state.files[name].number("seq") if name in state.files else 0 for name in FILES[:2]]
-        needed = min(min(covered) + 1, reader.first_seq(self.data), waiting)
-        gone = [row.number("last") for row in state.wal if row.number("last") < needed]
+        needed = min(min(covered) + 1, waiting)
+        gone = [last for last in self._expired() if last < needed]
         if gone:
             self._commit(line("drop", "wal", before=gone[-1] + 1, why="retention"))
 
@@ -388,7 +413,7 @@ class Copier:
             return False, 0
         states, lives = parsed
         mine = self._partitions.found(state, states, lives)
-        gone = [row.number("last") for row in state.wal if row.number("last") < reader.first_seq(self.data)]
+        gone = self._expired()
         is_more = False
         for each in mine:
             for _ in self._partitions.copy(each, gone[-1] if gone else 0, time.time()):

@@ -187,3 +187,28 @@ def test_with_the_setting_no_stage_makes_a_data_directory(broker):
     assert done.returncode == 78 and "kmq restore --if-empty" in done.stderr and not (broker.data / "id").exists()
     done = broker.kmq("restore", "--if-empty")
     assert done.returncode == 0 and (broker.data / "id").exists()
+
+
+def test_the_part_of_the_wal_that_the_store_has_makes_room_on_a_full_quota(broker, tmp_path):
+    """The WAL has no limits of its own."""
+    broker.env |= {"KMQ_DATA_QUOTA": "64MiB", "KMQ_SEGMENT_BYTES": "1MiB"}
+    broker.up()
+    made = broker.kmq("topics", "create", "orders", "--set", "retention_bytes=1MiB")
+    assert made.returncode == 0, made.stderr
+    text = "".join(f"{n} {'x' * 990}\n" for n in range(5000))
+
+    def produce(rounds):
+        for _ in range(rounds):
+            assert broker.kmq("produce", "orders", text=text).returncode == 0, broker.log()
+
+    produce(3)
+    broker.down()  # router.ckpt and producers.ckpt cover all of it
+    assert "event=room_from_tier" not in broker.log()
+    broker.up()
+    produce(3)
+    until(lambda: "event=room_from_tier" in broker.log(), "the WAL gives room", broker.log)
+    assert "log=append" in broker.log()
+    assert reader.first_seq(str(broker.data)) > 1
+    until(lambda: tier(broker)["age"] == 0, "the copy is not behind", broker.log)
+    assert copied(tmp_path / "store").count(b"|orders|") == 6 * 5000, "what left the disk for room is in the store"
+    assert broker.kmq("verify").returncode == 0

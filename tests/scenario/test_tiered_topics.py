@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 
 import pytest
 from brokers import Broker
@@ -190,6 +191,54 @@ def test_kills_of_the_copy_and_of_the_router_lose_nothing(broker):
     done = broker.kmq("consume", "killed", "--from", "earliest")
     assert done.stdout.splitlines() == words
     assert broker.kmq("verify").returncode == 0
+
+
+def test_old_records_come_back_to_the_disk(broker):
+    refused = broker.kmq("tier", "fetch", "killed")
+    assert refused.returncode == 78 and "kmq topics set killed local_retention_bytes=" in refused.stderr
+    assert broker.kmq("tier", "fetch", "killed", "--partition", "1").returncode == 78
+    assert broker.kmq("topics", "set", "killed", "tier=off").returncode == 0
+    before = broker.kmq("consume", "killed", "--from", "earliest").stdout
+    shown = json.loads(broker.kmq("topics", "show", "killed", "--json").stdout)["logs"][0]
+    assert 0 == shown["first_offset"] < shown["local_start"]
+    found = rows.of(directory(broker, "killed")).rows
+    done = broker.kmq("tier", "fetch", "killed")
+    assert done.returncode == 0 and done.stdout.endswith("bytes were fetched\n"), done.stderr
+    assert json.loads(broker.kmq("topics", "show", "killed", "--json").stdout)["logs"][0]["local_start"] == 0
+    assert rows.of(directory(broker, "killed")).rows == found
+    empty_cache(broker)
+    assert broker.kmq("consume", "killed", "--from", "earliest").stdout == before
+    assert not os.path.exists(f"{broker.data}/tier/cache/killed") and broker.kmq("verify").returncode == 0
+    assert broker.kmq("tier", "fetch", "killed").stdout == "topic killed: 0 bytes were fetched\n"
+
+
+def test_a_kill_of_the_command_or_a_broker_that_is_down_changes_nothing_for_readers(broker):
+    assert broker.kmq("topics", "set", "orders", "local_retention_bytes=").returncode == 0
+    process = subprocess.Popen(["kmq", "tier", "fetch", "orders"], env=broker.env, cwd=broker.root)
+    until(lambda: os.path.exists(f"{broker.data}/topics/.fetched/.owner"), "it has begun", broker.log)
+    process.kill()
+    process.wait()
+    broker.down()
+    done = broker.kmq("tier", "fetch", "orders")
+    assert done.returncode == 0, done.stderr
+    broker.up()
+    until(lambda: segment.listing(directory(broker))[0][0] == 0, "all is on the disk", broker.log)
+    empty_cache(broker)
+    assert by_log(broker) == WORDS and not os.path.exists(f"{broker.data}/tier/cache")
+
+
+def test_a_drill_with_all_records_is_read_without_the_store(broker, tmp_path):
+    until(lambda: json.loads(broker.kmq("tier", "status", "--json").stdout)["age"] == 0, "the copy is not behind")
+    done = broker.kmq("restore", "--drill", "--download", "--data", str(tmp_path / "drill" / "data"))
+    assert done.returncode == 0 and "not downloaded" not in done.stdout, done.stderr
+    drill = Broker(tmp_path / "drill")
+    try:
+        drill.up()
+        assert drill.kmq("produce", "orders", text="new\n").returncode == 0
+        assert drill.kmq("consume", "orders", "--from", "earliest").stdout.splitlines() == [*WORDS, "new"]
+        assert drill.kmq("verify").returncode == 0
+    finally:
+        drill.close()
 
 
 def test_truncating_moves_the_start_at_once_and_its_objects_are_dropped(broker):

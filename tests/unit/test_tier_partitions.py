@@ -405,13 +405,21 @@ def test_a_full_disk_deletes_what_the_store_has(made):
     made.send(*lines(400))
     made.turn()
     assert made.local()[0] == 0
-    made.lacks_room = True
+    made.shortage = 2 * SEGMENT
+    before = made.local()
+    made.queues.tick()
+    made.queues.settle()
+    assert made.local() == before[2:] and made.begin() == 0, "the oldest ones, and no more than are needed"
+    [said] = made.logger.of("room_from_tier")
+    assert (said["log"], said["segments"]) == ("topics", 2)
+    made.shortage = 1 << 40
     made.tick()
-    assert 0 < made.local()[0] <= made.rows()[-1][1] and made.begin() == 0
+    assert made.local()[-1] <= made.rows()[-1][1] + 40 and made.local()[0] <= made.rows()[-1][1]
 
 
 def lose_the_first_wal_segment(made):
     """Retention has taken the local WAL up to here; the ids of producers are known up to the end."""
+    made.limits = Limits(segment_bytes=SEGMENT, tier="on", retention_bytes=1, local_retention_bytes=3 * SEGMENT)
     made.wal.close()
     last = made.next_seq - 1
     with open(f"{made.data}/producers.ckpt", "wb") as file:

@@ -10,6 +10,7 @@ from fake_logger import FakeLogger
 from made_up import FIRST_TS
 from tiered import TieredBroker, cold_broker, lines
 
+from kmq.broker import admission
 from kmq.config.settings import load
 from kmq.errors import CorruptError
 from kmq.gateway.core.partitions import Partitions
@@ -20,7 +21,9 @@ from kmq.log.partition import PartitionLog
 from kmq.log.rows import NotHereError
 from kmq.log.segment import Limits
 from kmq.router import fork
+from kmq.tier import fetch
 from kmq.tier.cache import TierCache
+from kmq.tier.fetch import NoRoomError
 from kmq.tier.restore import Restore, find_source
 from kmq.tier.store import get
 
@@ -29,11 +32,12 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 COUNT = 400
 
 
-def restored(made, path, drill=False):
+def restored(made, path, drill=False, downloads=False):
     settings = load({"KMQ_DATA": str(path), "KMQ_SEGMENT_BYTES": "64 KiB"}, "none.toml")
-    Restore(made.store, find_source(made.store, "", "restore@here"), settings, FakeLogger(), lambda nbytes: None).run(
-        drill
+    again = Restore(
+        made.store, find_source(made.store, "", "restore@here"), settings, FakeLogger(), lambda nbytes: None
     )
+    again.run(drill, downloads)
     return opened(made, str(path))
 
 
@@ -173,6 +177,48 @@ def test_a_drill_names_the_objects_of_the_living_broker_and_writes_nothing(made,
     again = restored(made, tmp_path / "drill", drill=True)
     assert sorted(made.store.names("")) == keys and read_all(again) == dict(enumerate(made.sent))
     again.stop()
+
+
+@pytest.mark.parametrize("drill", [True, False])
+def test_what_is_downloaded_is_read_without_the_store(made, tmp_path, drill):
+    again = restored(made, tmp_path / "again", drill, downloads=True)
+    assert again.begin() == 0
+    again.queues.context.has_store = not drill
+    again.queues.use_limits(Limits(segment_bytes=4096, tier="on", local_retention_bytes=0 if not drill else 4096))
+    shutil.move(made.store.root, tmp_path / "away")
+    again.queues.tick()
+    again.queues.settle()
+    assert again.local()[0] == 0 and again.begin() == 0
+    found = dict(enumerate(b"".join(text for _, text in reader.local(again.data, "t", 0).chunks(0)).splitlines(True)))
+    assert found == dict(enumerate(made.sent))
+    again.kill()
+    again.start()
+    assert again.local()[0] == 0 and gaps.read(again.directory())
+    end = gaps.read(again.directory())[-1].to
+    again.send(*lines(5, begin=1000))
+    assert b"".join(text for _, text in reader.local(again.data, "t", 0).chunks(end)).count(b"\n") == 5
+    again.stop()
+
+
+def test_what_has_no_room_is_not_begun(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(admission.Admission, "shortage", lambda self: -1000)
+    keys = sorted(made.store.names(""))
+    with pytest.raises(NoRoomError, match="and 1,000 are free"):
+        restored(made, tmp_path / "again", downloads=True)
+    assert sorted(made.store.names("")) == keys and os.listdir(tmp_path / "again") == []
+
+
+def test_what_local_limits_would_delete_at_once_is_not_downloaded(made, tmp_path):
+    settings = load({"KMQ_DATA": str(tmp_path / "again"), "KMQ_TIER_TOPICS": "on"}, "none.toml")
+    again = Restore(
+        made.store, find_source(made.store, "", "restore@here"), settings, FakeLogger(), lambda nbytes: None
+    )
+    limits = Limits(tier="on", local_retention_bytes=4096)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fetch, "limits_of", lambda settings, data, topic: limits)
+        again.run(False, downloads=True)
+    assert len(again.left) == 1 and "kmq topics set t local_retention_bytes=" in again.left[0]
+    assert not os.path.exists(f"{settings.data}/topics/.fetched")
 
 
 def test_a_forked_directory_keeps_its_rows_and_tells_its_new_lineage_of_them(made, tmp_path):
