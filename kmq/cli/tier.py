@@ -11,6 +11,7 @@ import typer
 
 from kmq.broker.stats import TIER
 from kmq.cli.output import counting, examples, existing_data, is_wanted, print_table, table
+from kmq.config import terminal
 from kmq.config.settings import Settings, load
 from kmq.errors import EXIT_FAILED, ConfigError
 from kmq.log import identity
@@ -114,8 +115,6 @@ def list_objects(
     topic: Annotated[str, typer.Argument(help="Only those of this topic.")] = "", as_json: _Json = False
 ) -> None:
     """List the objects in force: the WAL, old records of topics, whole tables, small files."""
-    from rich.console import Console
-
     _, _, commits = _open()
     found = [each for each in commits.state.rows() if topic in ("", each.name.rpartition("/")[0])]
     rows = [_shown(commits.lineage, each) for each in found]
@@ -126,7 +125,7 @@ def list_objects(
     made.columns[-1].overflow = "fold"  # a key can be pasted whole
     for row in rows:
         made.add_row(row["what"], row["from"], row["to"], f"{row['bytes']:,}", f"{row['size']:,}", row["key"])
-    Console(soft_wrap=True).print(made)
+    terminal.console().print(made)
 
 
 def _shown(lineage: str, row: CommitLine) -> dict[str, Any]:

@@ -957,6 +957,22 @@ MUTANTS = [
         [UNIT_TIER],
     ),
     Mutant(
+        "tier: rows after a hole in the copied WAL go up without their router.ckpt",
+        [("kmq/tier/turn.py", "*rows, *tables, *self._file_rows(found))", "*rows, *tables)")],
+        ["tests/unit/test_tier_restored_rows.py"],
+    ),
+    Mutant(
+        "tier: an object that came altered once is damage",
+        [
+            (
+                "kmq/gateway/core/cold.py",
+                "(isinstance(err, ObjectError) and found.is_in_doubt)",
+                "isinstance(err, ObjectError)",
+            )
+        ],
+        [UNIT_COLD],
+    ),
+    Mutant(
         "a rebuilt queue has again what a start had deleted",
         [(CHANGES, "is_done = is_done and not self._is_in_force(change)", "pass")],
         [UNIT_STARTS],

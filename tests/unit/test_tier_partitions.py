@@ -11,6 +11,7 @@ from tiered import TieredBroker, lines
 
 from kmq.errors import ConfigError
 from kmq.log import dedupe_file, rows, segment, topic_changes
+from kmq.log.reader import LogReader
 from kmq.log.segment import Limits
 from kmq.tier import turn as turn_module
 from kmq.tier.commits import AheadError, decode_state
@@ -104,6 +105,15 @@ def test_segments_that_went_while_a_start_waited_for_room_are_not_counted_twice(
     monkeypatch.setattr(tiering, "set_start", set_start)
     limits = Limits(segment_bytes=SEGMENT, tier="on", retention_bytes=SEGMENT)
     assert tiering.due(at, state, limits, made.now_s, 100) == 0
+
+
+def test_a_long_backlog_is_not_searched_for_each_of_its_objects(made, monkeypatch):
+    """It was: a topic of a terabyte took hours before its first object."""
+    searched, cuts = [], LogReader.cuts
+    monkeypatch.setattr(LogReader, "cuts", lambda *arguments: searched.append(1) or cuts(*arguments))
+    made.send(*lines(2000))
+    made.turn()
+    assert len(made.state.logs["t/0", rows.of(made.directory()).life].rows) > 20 and len(searched) < 5
 
 
 def test_idle_partitions_cost_nothing(made):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_logger import FakeLogger
 from made_up import FIRST_TS
-from tiered import TieredBroker, cold_broker, lines
+from tiered import TieredBroker, cold_broker, lines, read_all
 
 from kmq.broker import admission
 from kmq.config.settings import load
@@ -18,14 +18,12 @@ from kmq.log import gaps, identity, reader, rows
 from kmq.log.checkpoint import Checkpointer
 from kmq.log.damage import DamageError
 from kmq.log.partition import PartitionLog
-from kmq.log.rows import NotHereError
 from kmq.log.segment import Limits
 from kmq.router import fork
 from kmq.tier import fetch
-from kmq.tier.cache import TierCache
 from kmq.tier.fetch import NoRoomError
 from kmq.tier.restore import Restore, find_source
-from kmq.tier.store import get
+from kmq.tier.store import StoreError, get
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -50,22 +48,6 @@ def opened(made, data):
     again.next_seq = gaps.forks(data)[-1].seq + 1_000_000_000
     again.kill_copier()
     return again
-
-
-def read_all(made):
-    """Every record of the partition by offset, from the store where it lies there alone."""
-    log, cache = reader.partition(made.data, "t", 0), TierCache(made.data, made.store, 1 << 30)
-    found, offset = {}, log.first_offset
-    while True:
-        try:
-            first, text = log.read(offset)
-        except NotHereError as err:
-            cache.fetch(err.directory, err.life, err.row)
-            continue
-        if not text:
-            return found
-        found |= dict(enumerate(text.splitlines(keepends=True), first))
-        offset = first + text.count(b"\n")
 
 
 @pytest.fixture
@@ -309,3 +291,56 @@ def test_a_gap_is_left_only_after_the_checkpoint_that_a_start_has_begun(tmp_path
     again = restored(broker, tmp_path / "again")
     assert again.begin() >= 50 and not read_all(again)
     again.stop()
+
+
+# --- a store that was away for too long -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["off", "on"])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_after_a_hole_in_the_copied_wal_each_record_comes_back_at_its_offset(tmp_path, tier, is_killed):
+    """The local WAL went while the store was away. A topic in the tier still comes back whole, because the disk has it."""
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier=tier))
+    broker.send(*lines(100))
+    broker.turn()
+    broker.store.is_away = True
+    broker.send(*lines(400, 100))
+    with pytest.raises(StoreError):
+        broker.turn()
+    broker.lose_wal_before(361)
+    broker.store.is_away = False
+    if is_killed:
+        broker.kill_copier()
+    broker.turn()
+    broker.stop()
+    again = restored(broker, tmp_path / "again")
+    begin = 0 if tier == "on" else 360
+    assert read_all(again) == dict(enumerate(broker.sent[begin:], begin))
+    again.stop()
+
+
+def test_a_kill_between_the_objects_after_a_hole_leaves_what_was_there_before(tmp_path):
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096), 8192)
+    broker.send(*lines(100))
+    broker.turn()
+    broker.send(*lines(400, 100))
+    broker.checkpoint()
+    broker.lose_wal_before(200)
+    for fates in range(1, 20):
+        broker.kill_copier()
+        broker.store.plan = [""] * fates + ["lost"]
+        try:
+            broker.copier.turn()
+        except StoreError:
+            pass
+        else:
+            break
+        broker.store.plan = []
+        drill = restored(broker, tmp_path / f"drill{fates}", drill=True)
+        found = read_all(drill)
+        assert found == dict(enumerate(broker.sent[:100])) or found == dict(
+            enumerate(broker.sent[min(found) :], min(found))
+        )
+        drill.stop()
+    assert fates > 5
+    broker.stop()
