@@ -348,21 +348,27 @@ class PartitionCopier:
     def lay_out(
         self, state: TierState, states: Mapping[tuple[str, int], PartitionState], lives: Mapping[str, int]
     ) -> None:
-        """Lay out for the router which lines each file `tier` lacks, up to what router.ckpt covers."""
-        for (name, life), log in state.logs.items():
-            topic, _, number = name.rpartition("/")
-            here = states.get((topic, int(number)))
-            if here is None or lives.get(topic) != life or log.end is None:
+        """Lay out for the router which lines each file `tier` lacks, up to what router.ckpt covers.
+
+        Of a damaged file all, also if there are none.
+        """
+        for (topic, number), here in states.items():
+            life = lives.get(topic)
+            if life is None or topic.startswith(gaps.INTERNAL):
                 continue
+            name, is_damaged = f"{topic}/{number}", False
+            log = state.logs.get((name, life)) or rows.empty("", name, life)
             try:
-                there = rows.of(directory_of(self._data, topic, int(number)))
+                there = rows.of(directory_of(self._data, topic, number))
                 end, before = (there.end or 0, there.before) if there.life in (0, life) else (0, 0)
             except DamageError:
-                end = before = 0
+                end, before, is_damaged = 0, 0, True
+                if log.end is None and gaps.forks(self._data):
+                    continue  # the rows of the lineage before the fork are not known here
             lines = [log.drop] if log.before > before else []
             missing = [row for row in log.rows if end < row.next <= here.end_offset]
             lines += [f"{row.commit} add {name} life={life} {row.text()}" for row in missing]
-            if not lines:
+            if not (lines or is_damaged):
                 continue
             gaps_of_log = [text for text in log.lines() if " gap " in text]
             head = rows.empty(identity.lineage(self._data), name, life).head
