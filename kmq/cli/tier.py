@@ -12,10 +12,11 @@ from kmq.cli.output import examples, existing_data, is_wanted, print_table, tabl
 from kmq.config.settings import Settings, load
 from kmq.errors import EXIT_FAILED, ConfigError
 from kmq.log import identity
+from kmq.log.rows import full_key
 from kmq.tier import objects
 from kmq.tier.commits import CommitLine, CommitLog, DamagedError, TierState
 from kmq.tier.store import MissingError, Store, open_store
-from kmq.tier.turn import DIRECTORY, Leadership, Nonces, claim_line, compare, full_key
+from kmq.tier.turn import DIRECTORY, Leadership, Nonces, claim_line, compare
 
 tier_app = typer.Typer(
     no_args_is_help=True,

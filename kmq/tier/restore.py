@@ -28,12 +28,13 @@ from kmq.files import give_up, make_directory, replace_file, sync_directory, syn
 from kmq.log import deletions, gaps, identity, rows, segment
 from kmq.log.identity import RESTORING
 from kmq.log.index import IndexWriter
+from kmq.log.rows import full_key
 from kmq.logfmt import Logger
 from kmq.router import fork
 from kmq.tier import objects
 from kmq.tier.commits import CommitLine, CommitLog, TierState, line, lineages, numbered
 from kmq.tier.store import Store
-from kmq.tier.turn import DIRECTORY, Nonces, full_key
+from kmq.tier.turn import DIRECTORY, Nonces
 
 _WHOLE = "whole"
 _MAY_BE_THERE = {RESTORING, "lost+found"}
