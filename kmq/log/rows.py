@@ -8,7 +8,7 @@
         start 1200
 
 `add`, a row: the records 1000…1511 are an object of the store. `drop`: rows that end there are no longer in force; if it
-lies after the end of the last row, the next row begins there. `gap`: offsets that no record has (gaps.py). `start`:
+lies inside of a row, the partition begins there; if it lies after the end of the last row, the next row begins there. `gap`: offsets that no record has (gaps.py). `start`:
 readers find nothing before it. The number in front is that of the commit (kmq/tier/commits.py). `life` is the from_seq
 of the topic.
 
