@@ -7,10 +7,10 @@
         0 gap orders/3 life=130 from=1512 to=1001000000 why=fork
         start 1200
 
-`add`, a row: the records 1000…1511 are an object of the store. `drop`: rows that end there are no longer in force; if it
-lies inside of a row, the partition begins there; if it lies after the end of the last row, the next row begins there. `gap`: offsets that no record has (gaps.py). `start`:
-readers find nothing before it. The number in front is that of the commit (kmq/tier/commits.py). `life` is the from_seq
-of the topic.
+`add`, a row: the records 1000…1511 are an object of the store. `drop`: rows that end there are no longer in force. If it
+lies inside of a row, the partition begins there. If it lies after the end of the last row, the next row begins there.
+`gap`: offsets that no record has (gaps.py). `start`: readers find nothing before it. The number in front is that of the
+commit (kmq/tier/commits.py). `life` is the from_seq of the topic.
 
 Owner       the router. It takes lines of this life that follow the last row, syncs them, and only then counts them.
 Invariant   Rows lie one after the other: a row begins where the last one ends, after the gap there, or at a later drop.
