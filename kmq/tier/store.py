@@ -294,8 +294,13 @@ _CREDENTIALS = re.compile(
     re.S,
 )
 
+_XML = re.compile(r"(?:<\?xml[^>]*>\s*)?<Error>.*?<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?.*", re.S)
+
 
 def _words(err: Exception) -> str:
-    """Return the first lines of an error of the library, without its dump of internal values, and without credentials."""
-    words = _CREDENTIALS.sub("", str(err).partition("\nDebug source:")[0])
+    """Return the first lines of an error of the library, without its dump of internal values, and without credentials.
+
+    Of a document of S3 its code and message are left.
+    """
+    words = _XML.sub(r"\1: \2", _CREDENTIALS.sub("", str(err).partition("\nDebug source:")[0]))
     return " ".join(words.split())[:500]
