@@ -12,6 +12,7 @@ from log_server import up
 from made_up import FIRST_TS
 from tiered import cold_broker, lines
 
+from kmq.cli.spark_options import From
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log import rows
 from kmq.log.damage import DamageError
@@ -24,6 +25,7 @@ from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import DataLossError, OffsetSpan
 from kmq.spark.source.planner import QueryLogs
 from kmq.spark.source.store import Lineage, StoreReader
+from kmq.spark.sql import duckdb_engine, shell
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -281,6 +283,18 @@ def test_options_name_a_store_or_a_directory(made, tmp_path):
     logs = QueryLogs(options(path=url, subscribe="nope"))
     with pytest.raises(ConfigError, match=r"topic 'nope' does not exist at .*subscribe __append"):
         logs.starting(logs.bounds(), -2)
+
+
+def test_sql_takes_the_store_from_the_setting_and_a_copy_as_a_path(made, monkeypatch, capsys):
+    url = url_of(made)
+    monkeypatch.setenv("KMQ_TIER", url)
+    monkeypatch.setenv("KMQ_DATA", made.data)
+    assert From().options() == {"path": made.data, "tier": url}
+    assert From(path=url).options() == {"path": url}
+    for where, count in [(From(), COUNT), (From(path=url), made.rows()[-1][1])]:
+        with duckdb_engine.opened(where.options(), {}) as engine:
+            shell.Shell(engine, where.options(), shell.as_csv).run("select count(*), sum(seq) from t where seq > 9")
+        assert capsys.readouterr().out.splitlines()[1] == f"{count - 9},{count * (count + 1) // 2 - 45}"
 
 
 def test_the_library_of_a_bucket_is_not_imported_before_a_task_needs_it():
