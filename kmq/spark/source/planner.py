@@ -140,7 +140,8 @@ class Task(InputPartition):
 
         `lineage`: what the task reads, as of the commit that the plan has seen.
         """
-        self.spans, self._data_id, self._lineage = spans, data_id, lineage
+        self.broker, self.spans = spans[0].key[0], spans
+        self._data_id, self._lineage = data_id, lineage
         self._is_path, self._access, self._tier = bool(options.paths), options.access, options.tier
         self.fail_on_data_loss = options.fail_on_data_loss
 
@@ -148,7 +149,7 @@ class Task(InputPartition):
         """Return the broker that has the records."""
         if self._lineage is not None:
             return self._lineage
-        return open_broker(self.spans[0].key[0], self._is_path, self._access, self._data_id, self._tier)
+        return open_broker(self.broker, self._is_path, self._access, self._data_id, self._tier)
 
 
 class QueryLogs:
