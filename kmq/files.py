@@ -110,13 +110,13 @@ def point_symlink(path: str, target: str) -> str:
     with contextlib.suppress(OSError):
         if os.readlink(path) == target:
             return ""
-    kept = set_aside(path) if os.path.lexists(path) and not os.path.islink(path) else ""
+    backup = set_aside(path) if os.path.lexists(path) and not os.path.islink(path) else ""
     making = f"{path}.new"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(making)
     os.symlink(target, making)
     os.rename(making, path)
-    return kept
+    return backup
 
 
 def write_some(fd: int, buffers: Sequence[Buffer]) -> int:

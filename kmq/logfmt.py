@@ -2,9 +2,10 @@
 
 One line is one `write`, so lines of several processes that share a terminal never mix.
 
-Rotation    Where stderr is a file kmq.log, such as `kmq up` makes in KMQ_PIPES, whoever writes a line beyond KMQ_LOG_BYTES
-            renames it to kmq.log.1, and so on, under a lock of the directory. Each of the others goes on in the new file
-            with its next line: it sees that the name of its own has changed. No line is lost or written twice.
+Rotation    Where stderr is a file kmq.log, such as `kmq up` makes in KMQ_PIPES, the process that writes a line beyond
+            KMQ_LOG_BYTES renames it to kmq.log.1, and so on, under a lock of the directory. Each of the others goes on
+            in the new file with its next line: it sees that the name of its own has changed. No line is lost or written
+            twice.
 """
 
 import fcntl

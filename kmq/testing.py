@@ -69,10 +69,10 @@ class TestBroker:
             raise TypeError(f"broker() got an unexpected argument {unknown[0]!r}; settings are named as KMQ_MAX_LINE")
         self.has_gateway = gateway
         self.root = Path(tempfile.mkdtemp(prefix="kmq-test-"))
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
         own = {"KMQ_DATA": f"{self.root}/data", "KMQ_PIPES": f"{self.root}/pipes", "KMQ_FSYNC": "never"}
         own["KMQ_INSTANCE"] = f"kmqtest-{os.getpid()}-{next(_numbers)}"
-        self.env = kept | dict.fromkeys(_PORTS, "0") | own | {name: str(value) for name, value in settings.items()}
+        self.env = inherited | dict.fromkeys(_PORTS, "0") | own | {name: str(value) for name, value in settings.items()}
         try:
             self.settings: Settings = load(self.env, toml="")
         except ConfigError:

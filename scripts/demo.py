@@ -3,19 +3,15 @@
     scripts/demo [--no-group] [--no-spark] [file or directory …]      default: this machine's own logs under /var/log
 
 Each source becomes a topic, each of its lines a message `<topic>.<class>|time|<run>-<line number>|<line>`
-(demo_input.py).
-The check reads files only: every record that the WAL got meanwhile must be in the queues, byte for byte and once, and
-the
-payloads of each source must have the hash of the input. A running broker is used and left running; else one is started
-and
-stopped again. Then three consumers of a group read what was shipped, and one of them is killed (demo_group.py). Then
-Spark
-audits the directory and archives what was shipped (demo_spark.py); without Java that part is skipped.
+(demo_input.py). The check reads files only: every record that the WAL got meanwhile must be in the queues, byte for
+byte and once, and the payloads of each source must have the hash of the input. A running broker is used and left
+running; else one is started and stopped again. Then three consumers of a group read what was shipped, and one of them
+is killed (demo_group.py). Then Spark audits the directory and archives what was shipped (demo_spark.py); without Java
+that part is skipped.
 
 Exit code 0: every line of the input is stored whole, and was read by the group. 1: some are not, for example because
-they are
-longer than KMQ_MAX_LINE and only their beginning is kept, in the topic `dead`; the output names each source with such
-lines.
+they are longer than KMQ_MAX_LINE and only their beginning is kept, in the topic `dead`; the output names each source
+with such lines.
 """
 
 import heapq

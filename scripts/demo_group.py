@@ -2,8 +2,7 @@
 
 Members     Processes of their own with kmq.Consumer. Each reads a batch, reports it, waits for permission, and commits.
 Victim      The member that reports a batch when a third has been read. It is killed before it may commit. So that batch
-is
-            delivered again to another member, once the victim's session has ended.
+            is delivered again to another member, once the victim's session has ended.
 Checked     Everything that was shipped was read, and the group's lag is 0 in each partition.
 """
 

@@ -5,12 +5,10 @@ fails.
       12  b       abc     48,210    4,102  ████████
 
 Faults      The leader is killed. A follower's replica is stopped for longer than KMQ_REPLICA_LAG, as if it were cut
-off. The
-            disk of the other follower is wiped.
+            off. The disk of the other follower is wiped.
 Drawn       A row each second: the leader, the ISR, the high watermark, and how much was acknowledged in that second.
 Checked     Every acknowledged message is stored once, the group has read all of them, and the WALs of the three brokers
-have
-            the same bytes.
+            have the same bytes.
 
 Everything is on loopback and in a directory that is removed.
 """

@@ -91,7 +91,7 @@ def _validity(der: bytes) -> Validity:
 
 
 def _enter(der: bytes, at: int, tag: int) -> tuple[int, int]:
-    """Return where the content of the element at `at` begins and ends. Raises ValueError if its tag is another one."""
+    """Return where the content of the element at `at` begins and ends. Raises ValueError if its tag differs."""
     if der[at] != tag:
         raise ValueError(f"a certificate with tag {der[at]:#x} at byte {at}, where {tag:#x} belongs")
     length, at = der[at + 1], at + 2

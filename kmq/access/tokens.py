@@ -180,8 +180,8 @@ class Tokens:
             self._reload()
 
     def _is_revoked(self, name: str, digest: bytes) -> bool:
-        known = self._in_force
-        return known.is_unknown or not known.revoked.isdisjoint((name, id_of(name, digest)))
+        in_force = self._in_force
+        return in_force.is_unknown or not in_force.revoked.isdisjoint((name, id_of(name, digest)))
 
     def find_header(self, authorization: str) -> roles.Holder | None:
         """Return the holder of an `authorization: Bearer <token>` header, given its value; None if it is unknown."""

@@ -56,18 +56,18 @@ def open_page(
     obey(settings.log_format, settings.log_level, settings.log_bytes, settings.log_files)
     page = None
     while True:
-        known = known_id(settings, supervisor)
-        if settings.tier and not settings.shard and not known and not os.path.exists(f"{settings.data}/id"):
+        data_id = known_id(settings, supervisor)
+        if settings.tier and not settings.shard and not data_id and not os.path.exists(f"{settings.data}/id"):
             raise ConfigError(
                 f"KMQ_DATA={settings.data!r}: is empty, and KMQ_TIER may have a copy of it; make it with: kmq restore"
                 " --if-empty"
             )
         try:
-            return StatsPage(settings.instance, open_data(settings.data, known, settings.shard), settings.data)
+            return StatsPage(settings.instance, open_data(settings.data, data_id, settings.shard), settings.data)
         except DataMissingError as err:
             if page is None:
                 log.error("data_missing", reason=err, effect="waits for it; nothing is made in its place")
-                page = StatsPage(settings.instance, known, settings.data)
+                page = StatsPage(settings.instance, data_id, settings.data)
         row = page.rows[name]
         is_free = row.state_name in ENDED or row.age_s > FRESH_S  # else a living process of this name has the row
         if is_free:
@@ -96,7 +96,7 @@ def write_starts(data: str, count: int) -> None:
 
 @contextlib.contextmanager
 def broker_is_down(data: str, pipes: str, stage: str = "cluster") -> Iterator[None]:
-    """Hold the locks of a broker that is down. Raises BusyError, naming the holder, if it runs. `stage`: who holds them."""
+    """Hold the locks of a broker that is down, as `stage`. Raises BusyError, naming the holder, if it runs."""
     with contextlib.suppress(OSError):  # a Job has no place for pipes, and no broker beside it
         os.makedirs(pipes, exist_ok=True)
     paths = [f"{pipes}/{name}.owner" for name in ("supervisor", "replica") if os.path.isdir(pipes)]

@@ -60,8 +60,8 @@ class Event(NamedTuple):
 class _Counted:
     """Events that clients caused under one name since the last report."""
 
-    def __init__(self, kind: str, told_at: float) -> None:
-        self.kind, self.told_at, self.count, self.last = kind, told_at, 0, ""
+    def __init__(self, kind: str, reported_at: float) -> None:
+        self.kind, self.reported_at, self.count, self.last = kind, reported_at, 0, ""
 
 
 def _times(count: int) -> str:
@@ -91,21 +91,21 @@ class Events:
         Kind `refused`: the broker did not serve the client; `noted`: anything else.
         """
         with self._lock:
-            known = self._counted.get(name)
-            if known is None:
-                known = self._counted[name] = _Counted(kind, self._clock() - _COALESCED_S)
-            known.count += count
-            known.last = f"last {peer}: {reason}" if peer else f"last: {reason}"
+            event = self._counted.get(name)
+            if event is None:
+                event = self._counted[name] = _Counted(kind, self._clock() - _COALESCED_S)
+            event.count += count
+            event.last = f"last {peer}: {reason}" if peer else f"last: {reason}"
             self.sweep()
 
     def sweep(self) -> None:
         """Report the counts that are a minute old. Call about once a second."""
         now = self._clock()
         with self._lock:
-            for name, known in self._counted.items():
-                if known.count and now - known.told_at >= _COALESCED_S:
-                    self.add(known.kind, name, f"{_times(known.count)}: {known.last}")
-                    known.told_at, known.count = now, 0
+            for name, event in self._counted.items():
+                if event.count and now - event.reported_at >= _COALESCED_S:
+                    self.add(event.kind, name, f"{_times(event.count)}: {event.last}")
+                    event.reported_at, event.count = now, 0
 
     def after(self, id: int = 0) -> list[Event]:
         """Return the events with higher ids, in order."""
@@ -208,11 +208,11 @@ class Overview:
         for name in PROCESSES:
             row = page.rows[name]
             starts, state = row.starts, row.state_name
-            known = self._starts.get(name)
+            former = self._starts.get(name)
             before = self._states.get(name, state)
-            if known is not None and starts > known and starts > 1:
+            if former is not None and starts > former and starts > 1:
                 self.events.add("restarted", name, f"{name} was started again; {_times(starts - 1)} since kmq up")
-            elif known is not None and starts != known and starts:
+            elif former is not None and starts != former and starts:
                 self.events.add("started", name, f"{name} was started, pid {row.pid}")
             if state == "stopped" != before:
                 self.events.add("stopped", name, f"{name} has ended in order")

@@ -62,7 +62,7 @@ _WORKS_IN = {
 
 
 class RoleChanged(Exception):
-    """This broker has another role in its shard: the stage begins anew."""
+    """The role of this broker in its shard has changed: the stage restarts."""
 
 
 def _supervisor() -> int:

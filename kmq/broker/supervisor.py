@@ -96,8 +96,8 @@ class Supervisor:
         self.stopping_since = 0.0
         self.exit_code = EXIT_OK
         self.is_misplaced = False  # True if the lock file or the stats page was removed and could not be made again
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("KMQ_", "RB_"))}
-        self.environment = kept | settings.environment()
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KMQ_", "RB_"))}
+        self.environment = inherited | settings.environment()
 
     def run(self) -> int:
         """Supervise until the end; returns the exit code."""

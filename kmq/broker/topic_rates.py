@@ -217,7 +217,7 @@ class BusiestTopics:
             return sorted(self._named)
 
     def counts(self) -> list[tuple[str, int]]:
-        """Return how many messages each named topic ever had, and then how many came to all others meanwhile."""
+        """Return the messages that each named topic ever had; and last, those of topics that were not named then."""
         with self._lock:
             self._look()
             return [*((name, self._totals[name]) for name in sorted(self._named)), (OTHER, self._others)]

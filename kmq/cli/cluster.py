@@ -146,10 +146,10 @@ def _read_status(shard: str) -> dict[str, Any]:
         view = asyncio.run(read())
     except (ConsulError, TimeoutError) as error:
         why = str(error) or f"no answer within {_CONSUL_S:g} s"
-        known = known_shard(settings.pipes)
-        if known.get("shard") != name:
+        shard_row = known_shard(settings.pipes)
+        if shard_row.get("shard") != name:
             raise RetryError(f"Consul: {why}; this broker knows nothing of the shard {name} either") from error
-        return known | {"problem": f"consul_unreachable: {why}; this is what broker {place.broker} knew last"}
+        return shard_row | {"problem": f"consul_unreachable: {why}; this is what broker {place.broker} knew last"}
     found = document(name, place.broker, view) | {"as_of": round(time.time(), 3)}
     return found | {"problem": found["problem"] or shortage(view)}
 

@@ -90,16 +90,16 @@ def collect() -> Shown:
         from_file = of_file(_FILE)
     except ConfigError as error:
         problem = str(error)
-    known = {row.env for row in SETTINGS}
+    own = {row.env for row in SETTINGS}
     lines = _lines()
     given = {_ENVIRONMENT: from_env, _FILE: from_file}
     unknown = [
-        (name, source, suggest(name)) for source, names in given.items() for name in sorted(names) if name not in known
+        (name, source, suggest(name)) for source, names in given.items() for name in sorted(names) if name not in own
     ]
-    told, fault = _of_fleet()
-    values = [_value(row, from_env, from_file, lines, told) for row in SETTINGS]
+    shared, fault = _of_fleet()
+    values = [_value(row, from_env, from_file, lines, shared) for row in SETTINGS]
     hidden = {value.name for value in values if value.text == HIDDEN}
-    secrets = [texts[name] for texts in given.values() for name in texts if name in hidden or name not in known]
+    secrets = [texts[name] for texts in given.values() for name in texts if name in hidden or name not in own]
     try:
         load()
     except ConfigError as error:
@@ -123,12 +123,12 @@ def _of_fleet() -> tuple[dict[str, str], str]:
         found = states.read(load())
     except ConfigError as error:
         return {}, str(error)
-    told = found.under(states.SETTINGS) if found else {}
-    return {name: text for name, text in told.items() if text != states.DEFAULT and not states.fault(name, text)}, ""
+    texts = found.under(states.SETTINGS) if found else {}
+    return {name: text for name, text in texts.items() if text != states.DEFAULT and not states.fault(name, text)}, ""
 
 
 def _value(
-    row: Setting, from_env: dict[str, str], from_file: dict[str, str], lines: dict[str, int], told: dict[str, str]
+    row: Setting, from_env: dict[str, str], from_file: dict[str, str], lines: dict[str, int], shared: dict[str, str]
 ) -> Value:
     line = None
     if row.env in from_env:
@@ -139,8 +139,8 @@ def _value(
         text, source = row.default, _DEFAULT
     if row.attribute in SHARED and (text == "" or source == _DEFAULT):
         text, source, line = row.default, _DEFAULT, None
-        if row.attribute in told:
-            text, source = told[row.attribute], _FLEET
+        if row.attribute in shared:
+            text, source = shared[row.attribute], _FLEET
     visible = shown(row, text)
     parsed: Any = None
     problem = ""

@@ -351,9 +351,9 @@ def _health(node: "Node", report: "BrokerReport | None") -> str:
 
 
 def _print(found: dict[str, Any]) -> None:
-    told = [f"message {found['epoch']}", f"{len(found['topics'])} topics", f"{len(found['tokens'])} revoked tokens"]
-    told += [f"{name}={text}" for name, text in found["settings"].items()]
-    print(", ".join(told))
+    parts = [f"message {found['epoch']}", f"{len(found['topics'])} topics", f"{len(found['tokens'])} revoked tokens"]
+    parts += [f"{name}={text}" for name, text in found["settings"].items()]
+    print(", ".join(parts))
     rows = []
     for row in found["brokers"]:
         seen = f"{max(0, time.time() - row['seen']):,.0f} s ago" if row["health"] == "away" and row["seen"] else ""

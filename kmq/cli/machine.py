@@ -3,10 +3,9 @@
     memory(settings)   → Check("memory", "ok", "…", "")
 
 Invariant   Nothing is changed, and no directory is created, except that `doorbells` removes doorbells that no broker
-can
-            use any more. A port is tried by binding to it, never by a connection. The file for measuring has no name,
-            or is removed at once, and has at most MOST_SYNCS blocks. If a disk hangs, the check gives up after WAIT_S
-            and leaves the child process that measures.
+            can use any more. A port is tried by binding to it, never by a connection. The file for measuring has no
+            name, or is removed at once, and has at most MOST_SYNCS blocks. If a disk hangs, the check gives up after
+            WAIT_S and leaves the child process that measures.
 """
 
 import ctypes

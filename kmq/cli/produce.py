@@ -152,12 +152,12 @@ def _read_blocks(fd: int, limit: Callable[[], int]) -> Iterator[list[bytes]]:
     """
     if os.isatty(fd):
         say("reading messages from the terminal, one per line; end with Ctrl-D")
-    kept, length, number = bytearray(), 0, 1  # of a line whose newline has not arrived yet
+    partial, length, number = bytearray(), 0, 1  # of a line whose newline has not arrived yet
 
     def line() -> bytes:
         if length > _BLOCK_BYTES and length > (most := limit()):
-            return LongLine(bytes(kept[:most]), number, length, most)
-        return bytes(kept)
+            return LongLine(bytes(partial[:most]), number, length, most)
+        return bytes(partial)
 
     is_begun = False
     while data := os.read(fd, _BLOCK_BYTES):
@@ -166,7 +166,7 @@ def _read_blocks(fd: int, limit: Callable[[], int]) -> Iterator[list[bytes]]:
             is_begun = True
         first, *others = data.split(b"\n")
         if length <= _BLOCK_BYTES or length <= limit():
-            kept += first
+            partial += first
         length += len(first)
         if not others:
             continue
@@ -178,7 +178,7 @@ def _read_blocks(fd: int, limit: Callable[[], int]) -> Iterator[list[bytes]]:
             number -= 1
         if others:
             yield others
-        kept, length, number = bytearray(rest), len(rest), number + 1 + len(others)
+        partial, length, number = bytearray(rest), len(rest), number + 1 + len(others)
     if length:
         yield [line()]
 

@@ -61,6 +61,10 @@ def status(as_json: _Json = False) -> None:
         "last_seq": state.wal_end - 1,
         "objects": len(state.rows()),
         "bytes": sum(each.number("size") for each in state.rows()),
+        "partitions": len({log.log for log in state.logs.values() if log.rows}),
+        "rows": len(rows := [each for log in state.logs.values() for each in log.rows]),
+        "row_bytes": sum(each.nbytes for each in rows),
+        "behind_bytes": row.behind_bytes if row is not None else 0,
         "age": max(0.0, time.time() - row.oldest) if row is not None and row.oldest else 0.0,
         "problem": words,
     }

@@ -11,14 +11,13 @@
             print(message.offset, message.value)
 
 Promise     At least once: a message that was not committed is delivered again, and no message is skipped. Every call
-has a
-            timeout and says what it waited for, except iteration, which waits for records without a limit. After an
-            outage a consumer continues at its positions, as the same member.
+            has a timeout and says what it waited for, except iteration, which waits for records without a limit. After
+            an outage a consumer continues at its positions, as the same member.
 Threads     One thread at a time uses a consumer. Callbacks run in that thread, inside poll, iteration and close;
-on_revoke
-            may commit. The thread reads and writes the socket in its own calls, because a second thread that reads
-            while the application computes would wait for the interpreter at every read. Meanwhile the next batch waits
-            in the socket. A background thread runs at least twice per session: it beats, reads replies, and reconnects.
+            on_revoke may commit. The thread reads and writes the socket in its own calls, because a second thread that
+            reads while the application computes would wait for the interpreter at every read. Meanwhile the next batch
+            waits in the socket. A background thread runs at least twice per session: it beats, reads replies, and
+            reconnects.
 Locking     One lock guards the core and the socket. No thread waits while holding it. Callbacks run without it.
 """
 

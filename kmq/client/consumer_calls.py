@@ -4,8 +4,7 @@ Waiting     A call that waits is a coroutine here; its `Mover` does the waiting.
             the coroutine. The Mover of kmq.Consumer blocks inside it, so `at_once` runs such a coroutine to its end
             without a loop, in the calling thread.
 Invariant   Auto-commit never commits the message that is being handled, or one whose handler raised: only messages
-after
-            which the application has called again.
+            after which the application has called again.
 Memory      At most _MOST_CALLBACKS commits wait for their callbacks.
 """
 
@@ -410,7 +409,7 @@ class ConsumerCalls:
         try:
             await self._answer(pending, _LAST_COMMIT_S, "the commit")
         except KmqError as err:
-            logger().warning("not committed, so it comes again: %s", err)
+            logger().warning("not committed, so it is delivered again: %s", err)
 
     async def _nack(
         self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None
@@ -437,7 +436,7 @@ class ConsumerCalls:
 
 def _report(offsets: dict[TopicPartition, int], error: KmqError | None) -> None:
     if error is not None:
-        logger().warning("not committed, so it comes again unless a later commit succeeds: %s", error)
+        logger().warning("not committed, so it is delivered again unless a later commit succeeds: %s", error)
 
 
 # --- the partitions of a topic ---------------------------------------------------------------------------------------

@@ -6,32 +6,26 @@
     consumer_state.py     partitions, waiting records, requests without a reply, the stream of replies
 
 Records     The broker sends records only in reply to a `!fetch`. At most one `!fetch` is pending; the next one is sent
-while
-            the application works on the previous batch. A batch that was requested before a seek is dropped; the broker
-            then continues at the new position.
+            while the application works on the previous batch. A batch that was requested before a seek is dropped; the
+            broker then continues at the new position.
 Rebalance   `!assign` and `!revoke` become events for the application's thread. A partition that is to be revoked hands
-out
-            no more records. It belongs to this member until `revoked`.
+            out no more records. It belongs to this member until `revoked`.
 Outage      The next connection opens with the same member name. A partition that is assigned again within session_s of
-the
-            last request continues at its position, if the group's offset is the one that this member committed last.
-            All other partitions are lost and begin at the group's offset: another member may have read on, or an
+            the last request continues at its position, if the group's offset is the one that this member committed
+            last. All other partitions are lost and begin at the group's offset: another member may have read on, or an
             operator may have moved the group.
 Damage      A partition whose files are damaged is paused, with a log line; the others are read. It is requested again
-after
-            `resume`, a seek, or on the next connection.
+            after `resume`, a seek, or on the next connection.
 Hand-outs   The broker is told which messages the application has before the application gets them. So messages that
-only
-            wait here are not suspected of killing the application. If the application takes messages quickly, up to
-            _MOST_AHEAD of them are announced ahead.
+            only wait here are not suspected of killing the application. If the application takes messages quickly, up
+            to _MOST_AHEAD of them are announced ahead.
 Start       If the group has committed nothing, the option `start` is resolved and committed before a message is handed
             out. So for every later member `latest` means the moment of the subscription: the ends that the topics had
             before the first connection. A partition that is not among those is newer, and begins at its first record.
 
 Invariant   No record is skipped: a partition continues where the application is, where it has sought, or where the
-group
-            has committed. Every commit gets exactly one outcome. A commit without a reply is sent again, unless another
-            member may have read the partition meanwhile.
+            group has committed. Every commit gets exactly one outcome. A commit without a reply is sent again, unless
+            another member may have read the partition meanwhile.
 Memory      consumer_state.py.
 Threads     None: callers lock.
 """
@@ -104,7 +98,7 @@ class ConsumerCore:
         self.has_others = False  # this client has other addresses besides that of this connection
         self.phase = Phase.AWAY
         self.away_since, self.away_reason = time.monotonic(), "not connected yet"
-        self.is_outage_told = False
+        self.is_outage_logged = False
         self.errors: deque[KmqError] = deque()  # of fetches and seeks, for the application
         self.failed: KmqError | None = None  # why the consumer has ended
         self.fetch_until: float | None = None  # when the reply to the pending fetch is overdue
@@ -199,8 +193,8 @@ class ConsumerCore:
             self.phase, self.away_since = Phase.AWAY, time.monotonic()
         self.away_reason = reason
         away_s = time.monotonic() - self.away_since
-        if away_s >= STALL_S and not self.is_outage_told and self.failed is None:
-            self.is_outage_told = True
+        if away_s >= STALL_S and not self.is_outage_logged and self.failed is None:
+            self.is_outage_logged = True
             logger().warning("not connected for %.0f s, and tries again: %s", away_s, reason)
         self.fetch_until, self.is_dry = None, False
         self.holdings.disconnected()
@@ -332,10 +326,10 @@ class ConsumerCore:
             pending = Pending(b"", now)
             pending.finish()
             return pending
-        asked = self.requests.commit(pairs, now)
-        if asked is not None:
-            self.ask("commit", *commit_parts(asked))
-            return asked
+        request = self.requests.commit(pairs, now)
+        if request is not None:
+            self.ask("commit", *commit_parts(request))
+            return request
         assert self.requests.next_commit is not None
         return self.requests.next_commit
 
@@ -436,8 +430,8 @@ class ConsumerCore:
             self.holdings.deliver_again(batch.place, batch.offset, batch.deliveries, body)
         elif batch.place is not None:
             if batch.overtaken:
-                known, group = self.holdings.overtaken, self.options.group_id
-                known[batch.place] = known.get(batch.place, 0) + batch.overtaken
+                overtaken, group = self.holdings.overtaken, self.options.group_id
+                overtaken[batch.place] = overtaken.get(batch.place, 0) + batch.overtaken
                 text = "%s: %d messages were deleted before group %s had read them"
                 logger().warning(text, batch.place, batch.overtaken, group)
             self.holdings.deliver(batch.place, batch.offset, batch.lines, body)
@@ -447,26 +441,26 @@ class ConsumerCore:
         is_first = self.phase is Phase.JOINING
         if is_first:
             self.phase = Phase.READING
-            if self.is_outage_told:
-                self.is_outage_told = False
+            if self.is_outage_logged:
+                self.is_outage_logged = False
                 logger().warning("connected again, after %.0f s", now - self.away_since)
             if self.is_managed:
-                is_late, asked = now >= self.expires_at, self.requests.pending_commits()
-                holdings.lose([p for p, owned in holdings.owned.items() if is_late or not owned.is_at(offsets, asked)])
+                is_late, sent = now >= self.expires_at, self.requests.pending_commits()
+                holdings.lose([p for p, owned in holdings.owned.items() if is_late or not owned.is_at(offsets, sent)])
         holdings.lose(place for place, owned in holdings.owned.items() if place not in offsets and not owned.revoked)
         if is_first and self.is_managed:
             self.requests.fence(holdings.owned)
-        kept = {place: owned for place, owned in holdings.owned.items() if place in offsets and not owned.revoked}
-        for place, owned in kept.items():
+        stay = {place: owned for place, owned in holdings.owned.items() if place in offsets and not owned.revoked}
+        for place, owned in stay.items():
             if is_first and not self.is_managed:
                 owned.position = offsets[place]  # as the opening named it, unless retention has moved it
             if is_first:
                 owned.stale = owned.position != offsets[place]
         if is_first:
-            for owned in kept.values():
+            for owned in stay.values():
                 owned.handed_out = 0
-            self.hand_out([(owned, owned.position) for owned in kept.values() if owned.position > owned.committed], now)
-        new = {place: offset for place, offset in offsets.items() if place not in kept}
+            self.hand_out([(owned, owned.position) for owned in stay.values() if owned.position > owned.committed], now)
+        new = {place: offset for place, offset in offsets.items() if place not in stay}
         holdings.grant(new)
         if not self.is_managed:
             hidden = [place for place in new if (self.ends or {}).get(place, 0) is None]

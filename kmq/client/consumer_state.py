@@ -5,10 +5,8 @@
 Invariant   A position only rises past a record that was handed to the application, unless the application seeks.
             Every request gets exactly one outcome; requests of one kind get theirs in the order of sending.
 Memory      `Holdings.has_room` is False while a whole batch waits. So at most two batches are kept, with their
-messages. A
-            batch is as large as the client has requested, or one record.
-            At most _MOST_COMMITS commits are pending; later ones are joined into one that waits. A reply line has
-            at most MAX_REPLY bytes.
+            messages. A batch is as large as the client has requested, or one record. At most _MOST_COMMITS commits are
+            pending; later ones are joined into one that waits. A reply line has at most MAX_REPLY bytes.
 """
 
 from collections import deque
@@ -77,10 +75,10 @@ class Owned:
         """Return True unless `position` depends on a pending reply."""
         return not self.moving and self.is_placed
 
-    def is_at(self, offsets: Mapping[TopicPartition, int], asked: Container[tuple[TopicPartition, int]]) -> bool:
-        """Return True if the group's offset is the one that this member has committed, or has `asked` to commit."""
+    def is_at(self, offsets: Mapping[TopicPartition, int], sent: Container[tuple[TopicPartition, int]]) -> bool:
+        """Return True if the group's offset is the one that this member has committed, or is in `sent`."""
         at = offsets.get(self.place, self.committed)
-        return at == self.committed or (self.place, at) in asked
+        return at == self.committed or (self.place, at) in sent
 
     @property
     def is_wanted(self) -> bool:
@@ -382,15 +380,15 @@ def fitting(items: tuple[Item, ...], encode: Callable[[tuple[Item, ...]], bytes]
     yield from fitting(items[half:], encode)
 
 
-def opening_of(asked: Group | Assign) -> bytes:
+def opening_of(request: Group | Assign) -> bytes:
     """Return the first lines of a connection: several if one would be over MAX_REQUEST bytes."""
 
     def line_of(some: tuple[Any, ...], more: bool = True) -> bytes:
-        if isinstance(asked, Group):
-            return asked._replace(topics=some, more=more).encode()
-        return asked._replace(partitions=some, more=more).encode()
+        if isinstance(request, Group):
+            return request._replace(topics=some, more=more).encode()
+        return request._replace(partitions=some, more=more).encode()
 
-    names: tuple[Any, ...] = asked.topics if isinstance(asked, Group) else asked.partitions
+    names: tuple[Any, ...] = request.topics if isinstance(request, Group) else request.partitions
     *others, last = fitting(names, line_of)
     return b"".join([*map(line_of, others), line_of(last, more=False)])
 
@@ -484,10 +482,10 @@ class PendingRequests:
         """Discard output that was not written, because the connection is gone."""
         self._out.clear()
 
-    def fence(self, kept: Collection[TopicPartition]) -> None:
+    def fence(self, owned: Collection[TopicPartition]) -> None:
         """Fail commits for other partitions than these: sent again, they could undo what a later owner has committed."""
         commits = [*self._pending["commit"], *([self.next_commit] if self.next_commit else [])]
-        gone = [pending for pending in commits if any(place not in kept for place, _ in pending.offsets)]
+        gone = [pending for pending in commits if any(place not in owned for place, _ in pending.offsets)]
         self._pending["commit"] = deque(pending for pending in self._pending["commit"] if pending not in gone)
         if self.next_commit in gone:
             self.next_commit = None

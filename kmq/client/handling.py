@@ -156,8 +156,8 @@ class Attempts:
 
     def due(self, mine: Iterable[TopicPartition], now: float) -> list[TopicPartition]:
         """Return the partitions whose pause is over, each once; forget those that are not `mine` any more."""
-        known = set(mine)
-        self._held = {place: held for place, held in self._held.items() if place in known}
+        owned = set(mine)
+        self._held = {place: held for place, held in self._held.items() if place in owned}
         over = [place for place, held in self._held.items() if held.due <= now]
         for place in over:
             self._held[place] = self._held[place]._replace(due=math.inf)

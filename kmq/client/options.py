@@ -22,11 +22,11 @@ T = TypeVar("T")
 def choose(call: Callable[..., object], options: Callable[..., T], given: Mapping[str, object]) -> T:
     """Return the options that a call was given. Raises TypeError that names the call, not what is inside it."""
     own = [name for name, each in signature(call).parameters.items() if each.kind in _NAMED]
-    known = [*signature(options).parameters, *own]
+    names = [*signature(options).parameters, *own]
     for name in given:
-        if name not in known:
-            like = get_close_matches(name, known, 1)
-            advice = f"did you mean {like[0]!r}?" if like else f"it has {', '.join(known)}"
+        if name not in names:
+            like = get_close_matches(name, names, 1)
+            advice = f"did you mean {like[0]!r}?" if like else f"it has {', '.join(names)}"
             raise TypeError(f"{call.__qualname__}() has no parameter {name!r}; {advice}")
     return options(**given)
 

@@ -3,11 +3,9 @@
     consumer.run(handle, dlq="orders.dead")   # handle(message) raises → retries → a record of topic orders.dead
 
 Stop        `stop`, or SIGTERM, ends a run between two messages, and handled messages are committed. SIGTERM is caught
-in the
-            main thread, unless the program has a handler for it. A second SIGTERM ends the process at once.
+            in the main thread, unless the program has a handler for it. A second SIGTERM ends the process at once.
 Letters     A blocking kmq.Producer stores them (kmq/message/letters.py), and each call waits until its letter is on
-disk.
-            asyncio does that in a thread: letters are rare, and so there is only one way to store them.
+            disk. asyncio does that in a thread: letters are rare, and so there is only one way to store them.
 Async       The handler is a function or a coroutine function. A plain function must not block, because the event loop
             waits for it. If the run is cancelled, the message in the handler is not committed and does not count as
             failed; it is delivered again.
@@ -176,7 +174,7 @@ class Runner:
 def report(offsets: object, error: KmqError | None) -> None:
     """Log a commit that failed."""
     if error is not None:
-        logger().warning("handled, and not committed, so it comes again: %s", error)
+        logger().warning("handled, and not committed, so it is delivered again: %s", error)
 
 
 # --- letters ---------------------------------------------------------------------------------------------------------

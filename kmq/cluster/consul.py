@@ -365,11 +365,13 @@ class _Connection(asyncio.Protocol):
         is_ready = self._transport is not None and not self._has_ended and self._http.our_state is h11.IDLE
         return is_ready and time.monotonic() - self._idle_since < _IDLE_S
 
-    async def ask(self, asked: Request, target: str, headers: list[tuple[bytes, bytes]], silence_s: float) -> Response:
+    async def ask(
+        self, request: Request, target: str, headers: list[tuple[bytes, bytes]], silence_s: float
+    ) -> Response:
         """Send a request and return the answer. Raises OSError and h11.ProtocolError."""
         http, loop, transport = self._http, asyncio.get_running_loop(), self._transport
-        length = [(b"Content-Length", b"%d" % len(asked.body))] if asked.method != "GET" else []
-        sent = [h11.Request(method=asked.method, target=target, headers=[*headers, *length]), h11.Data(asked.body)]
+        length = [(b"Content-Length", b"%d" % len(request.body))] if request.method != "GET" else []
+        sent = [h11.Request(method=request.method, target=target, headers=[*headers, *length]), h11.Data(request.body)]
         parts = [http.send(event) or b"" for event in (*sent, h11.EndOfMessage())]
         if transport is not None:  # else `_more` raises the reason
             transport.write(b"".join(parts))
@@ -453,24 +455,24 @@ class Transport:
     async def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
         """Carry out these steps and return their result. Raises Stopped between two steps once `stop` is set."""
         try:
-            asked = next(steps)
+            step = next(steps)
             while True:
                 if stop is not None and stop.is_set():
                     raise Stopped("told to stop")
                 try:
-                    answer = await self.ask(asked)
+                    answer = await self.ask(step)
                 except ConsulError as error:
-                    asked = steps.throw(error)
+                    step = steps.throw(error)
                 else:
-                    asked = steps.send(answer)
+                    step = steps.send(answer)
         except StopIteration as end:
             result: T = end.value
             return result
 
-    async def ask(self, asked: Request | Pause) -> Response | None:
+    async def ask(self, step: Request | Pause) -> Response | None:
         """Ask one address after the other. Raises Unanswered if all failed, or a retry could change something twice."""
-        if isinstance(asked, Pause):
-            await asyncio.sleep(asked.seconds)
+        if isinstance(step, Pause):
+            await asyncio.sleep(step.seconds)
             return None
         left = len(self._urls)
         while True:
@@ -478,12 +480,12 @@ class Transport:
             try:
                 connection = await self._connect(at)
                 was_sent = True
-                return await self._ask(connection, at, asked)
+                return await self._ask(connection, at, step)
             except (OSError, h11.ProtocolError) as error:
                 if self._at == at:  # else another task has moved to the next address already
                     self._at = (at + 1) % len(self._urls)
                 left -= 1
-                if not left or (was_sent and asked.method != "GET"):
+                if not left or (was_sent and step.method != "GET"):
                     raise Unanswered(f"Consul at {self._urls[at].shown}: {_reason(error)}") from error
 
     async def _connect(self, at: int) -> _Connection:
@@ -508,13 +510,13 @@ class Transport:
             _, made = await connect(_Connection, url.host, url.port, ssl=tls, happy_eyeballs_delay=delay)
         return made
 
-    async def _ask(self, connection: _Connection, at: int, asked: Request) -> Response:
-        url, query = self._urls[at], urlencode(asked.params)
-        target = f"{url.prefix}{quote(asked.path)}{'?' if query else ''}{query}"
+    async def _ask(self, connection: _Connection, at: int, request: Request) -> Response:
+        url, query = self._urls[at], urlencode(request.params)
+        target = f"{url.prefix}{quote(request.path)}{'?' if query else ''}{query}"
         login = [(b"Authorization", b"Basic " + url.login.encode())] if url.login else []
         headers = [(b"Host", url.name.encode()), *self._token, *login]
         try:
-            found = await connection.ask(asked, target, headers, _ANSWER_S + asked.wait_s * _WATCH_SLACK)
+            found = await connection.ask(request, target, headers, _ANSWER_S + request.wait_s * _WATCH_SLACK)
         except BaseException:  # also if cancelled, because the answer may still come
             connection.abort()
             raise

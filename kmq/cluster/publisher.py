@@ -164,10 +164,10 @@ def superfluous(sizes: dict[int, int], read_by_all: int) -> list[int]:
     """Return which of these messages may be deleted, given their sizes in bytes; the oldest first."""
     read = sorted(epoch for epoch in sizes if epoch <= read_by_all)
     kept_bytes = 0
-    for kept, epoch in enumerate(reversed(read)):
+    for count, epoch in enumerate(reversed(read)):
         kept_bytes += sizes[epoch]
-        if kept and (kept == KEPT or kept_bytes > KEPT_BYTES):
-            return read[: len(read) - kept]
+        if count and (count == KEPT or kept_bytes > KEPT_BYTES):
+            return read[: len(read) - count]
     return []
 
 

@@ -1,4 +1,4 @@
-"""`kmq.BroadcastQueue` and `kmq.AsyncBroadcastQueue`: publish to every node of a cluster, and receive what others publish.
+"""`kmq.BroadcastQueue` and `kmq.AsyncBroadcastQueue`: publish to every node of a fleet, and receive what others publish.
 
     with kmq.BroadcastQueue() as queue:                    # where: KMQ_CONSUL, KMQ_CLUSTER, KMQ_BROKER
         epoch = queue.publish("greeting", b"hello")
@@ -427,16 +427,16 @@ class BroadcastQueue:
         The steps run in the caller's thread, because they may call back. Their requests are sent in the loop's thread.
         """
         try:
-            asked = next(steps)
+            step = next(steps)
             while True:
                 if stop is not None and stop.is_set():
                     raise Stopped("told to stop")
                 try:
-                    answer = self._thread.run(self._queue._transport.ask(asked))
+                    answer = self._thread.run(self._queue._transport.ask(step))
                 except ConsulError as error:
-                    asked = steps.throw(error)
+                    step = steps.throw(error)
                 else:
-                    asked = steps.send(answer)
+                    step = steps.send(answer)
         except StopIteration as end:
             result: T = end.value
             return result

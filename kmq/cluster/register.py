@@ -198,9 +198,9 @@ def _parse(text: bytes) -> Register | None:
         check_size(brokers, int(min_insync))
     except ConfigError:
         return None
-    known = tuple(mark for mark in marks if mark is not None)
-    numbers = [mark.number for mark in known]
+    valid = tuple(mark for mark in marks if mark is not None)
+    numbers = [mark.number for mark in valid]
     is_dense = numbers == [*range(numbers[0], numbers[0] + len(marks))] if numbers else False
     if not is_dense or not numbers[0] or len(marks) > MARKS or not isr or (leader and leader not in isr):
         return None
-    return Register(lineage, brokers, int(min_insync), int(epoch), leader, isr, known, int(level))
+    return Register(lineage, brokers, int(min_insync), int(epoch), leader, isr, valid, int(level))

@@ -76,12 +76,12 @@ class Subscriber:
         self._handed_out: int | None = None  # the last epoch that `fetch` has returned
         self._since, self._error = "", ""
 
-    def open(self, start: int | None = None, known: Mark | None = None) -> Steps[None]:
+    def open(self, start: int | None = None, mark: Mark | None = None) -> Steps[None]:
         """Become the subscriber, and read the mark of this broker. `start`: continue with this message instead.
 
-        `known`: `done` of an earlier Subscriber of this process. It is used if Consul's mark is older: either `known`
+        `mark`: `done` of an earlier Subscriber of this process. It is used if Consul's mark is older: either `mark`
         was not marked in time, or Consul was restored, and then a snapshot has to follow. If the mark differs from
-        `known` otherwise, another process has continued meanwhile, and a snapshot follows too.
+        `mark` otherwise, another process has continued meanwhile, and a snapshot follows too.
         A subscriber that died holds its place for some seconds. Raises BusyError that names the holder after that.
         """
         self._since = f"{time.time():.6f}"
@@ -93,10 +93,10 @@ class Subscriber:
         found = yield from consul.read(self._keys.delivered_to(self._broker))
         self.done = self._marked = Mark.decode(found.value) if found is not None else None
         self._version = found.version if found is not None else 0
-        if known is not None and self.done is not None and known.epoch <= self.done.epoch:
-            self.done = self.done if known[:2] == self.done[:2] else None
-        elif known is not None:
-            self.done = known
+        if mark is not None and self.done is not None and mark.epoch <= self.done.epoch:
+            self.done = self.done if mark[:2] == self.done[:2] else None
+        elif mark is not None:
+            self.done = mark
         if start is not None:
             self.done = Mark(start - 1, "", time.time())
 

@@ -288,7 +288,7 @@ class Settings:
         "maximum bytes that the compaction in the background reads and writes in a second; or none",
     )
     cluster: str = _setting(
-        "KMQ_CLUSTER", "", kind.instance, "name of the cluster that this broker belongs to; without it: none"
+        "KMQ_CLUSTER", "", kind.instance, "name of the fleet that this broker belongs to; without it: none"
     )
     broker: str = _setting(
         "KMQ_BROKER", "", kind.instance, "name of this broker in its cluster; default: the host name"
@@ -422,8 +422,8 @@ class Settings:
 
     def with_shared(self, texts: dict[str, str]) -> "Settings":
         """Return these settings with `texts` (by attribute) in place of those of SHARED that were not given here."""
-        told = {name: SHARED[name].parse(text) for name, text in texts.items() if name not in self.given}
-        return Settings(self.__dict__ | told) if told else self
+        values = {name: SHARED[name].parse(text) for name, text in texts.items() if name not in self.given}
+        return Settings(self.__dict__ | values) if values else self
 
 
 SETTINGS = tuple(row for row in vars(Settings).values() if isinstance(row, Setting))
@@ -448,12 +448,11 @@ def service_links(environ: dict[str, str]) -> list[str]:
 
     The value counts too: a port of that Service may be named like a setting of ours, but its value is then an address.
     """
-    known = {row.env for row in SETTINGS}
+    own = {row.env for row in SETTINGS}
     return sorted(
         name
         for name, value in environ.items()
-        if name.startswith("KMQ_")
-        and (_LINK_VALUE.match(value) or (name not in known and _SERVICE_LINK.fullmatch(name)))
+        if name.startswith("KMQ_") and (_LINK_VALUE.match(value) or (name not in own and _SERVICE_LINK.fullmatch(name)))
     )
 
 
@@ -489,9 +488,9 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
     """Return the settings from environment, file and defaults. Raises ConfigError that names setting and limit."""
     environ = dict(os.environ) if environ is None else environ
     from_env, from_file = of_environment(environ), of_file(toml)
-    known = {row.env: row for row in SETTINGS}
+    rows = {row.env: row for row in SETTINGS}
     for source, names in (("environment", from_env), (toml, from_file)):
-        for name in sorted(set(names) - set(known)):
+        for name in sorted(set(names) - set(rows)):
             raise ConfigError(f"{source}: unknown setting {name}{suggest(name)}")
     texts: dict[str, str] = {}
     given: set[str] = set()

@@ -141,9 +141,9 @@ class InForce:
                 self._report_unreadable(f"{path_of(self._own)}: is gone, or another cluster's")
             return None
         self._has_read, self.is_unknown = True, False
-        told = states.under(SETTINGS)
+        texts = states.under(SETTINGS)
         self.settings = self._own.with_shared(
-            {name: text for name, text in told.items() if text != DEFAULT and not fault(name, text)}
+            {name: text for name, text in texts.items() if text != DEFAULT and not fault(name, text)}
         )
         self.revoked = frozenset(states.under(TOKENS))
         return None

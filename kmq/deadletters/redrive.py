@@ -130,16 +130,16 @@ def _headers_back(field: bytes, letter: Letter) -> list[bytes]:
     headers = stored_headers(field)
     is_ours = "origin_topic" in headers
     dropped = {"p", "w", REPLAYS, *(LETTER_HEADERS if is_ours else _SPARK)}
-    kept = [
+    original = [
         header for header in field.split(b";")[1:] if header.partition(b"=")[0].decode(errors="replace") not in dropped
     ]
     if not is_ours:
-        kept += _other(headers.get("other", ""))
+        original += _other(headers.get("other", ""))
         old_id = percent_encode(headers.get("id", "")).encode()
-        kept += [b"orig_id=" + old_id] if old_id and not _has(kept, b"orig_id") else []
-    if letter.seq and not _has(kept, b"orig_seq"):
-        kept.append(b"orig_seq=" + percent_encode(letter.seq).encode())
-    return [*kept, b"%b=%d" % (REPLAYS.encode(), letter.replays + 1)]
+        original += [b"orig_id=" + old_id] if old_id and not _has(original, b"orig_id") else []
+    if letter.seq and not _has(original, b"orig_seq"):
+        original.append(b"orig_seq=" + percent_encode(letter.seq).encode())
+    return [*original, b"%b=%d" % (REPLAYS.encode(), letter.replays + 1)]
 
 
 def _has(headers: list[bytes], name: bytes) -> bool:

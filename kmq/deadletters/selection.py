@@ -179,12 +179,12 @@ def find_topic(data: str, name: str) -> str | None:
 
     Example: `a` and `a.dlq` give `a.dlq`. Raises ConfigError if there is no topic `name`.
     """
-    known = topics.names(data)
-    if not name.endswith(DLQ) and f"{name}{DLQ}" in known:
+    names = topics.names(data)
+    if not name.endswith(DLQ) and f"{name}{DLQ}" in names:
         return f"{name}{DLQ}"
-    if name in known:
+    if name in names:
         return name if is_dead_letters(name) or any(each.letter for each in all_of(data, name)) else None
-    raise topics.unknown(name, known)
+    raise topics.unknown(name, names)
 
 
 def all_of(data: str, topic: str, filters: Sequence[Filter] = ()) -> Iterator[Found]:
@@ -240,11 +240,11 @@ def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[byte
         for match in _WENT_BACK.finditer(lines) if _CLAIM in lines else ():
             seq, id, name = match.groups()
             if (names := names_like(name)) is not None:
-                known = names.setdefault(name, ids.KnownProducer(name))
-                if int(id) > known.last_id:
-                    known.add(int(id), int(seq), 1)
+                producer = names.setdefault(name, ids.KnownProducer(name))
+                if int(id) > producer.last_id:
+                    producer.add(int(id), int(seq), 1)
                 else:
-                    known.renew(int(id), int(seq), 0)
+                    producer.renew(int(id), int(seq), 0)
     return partitions
 
 
@@ -359,7 +359,7 @@ def _is_back(
 def to_send(
     chosen: Iterable[tuple[StoredRecord, bytes]], data: str, redrive: tuple[str, ...] | None = None
 ) -> Iterator[Redriven]:
-    """Yield what redrive.send takes. `redrive`: what identifies it; None: letters go back to their origins."""
+    """Yield the rows for redrive.send. `redrive`: its identity; None: letters go back to their origins."""
     broker = identity.of_records(data)
     for stored, new_key in chosen:
         partition = RedrivenPartition(broker, stored.log, stored.partition, redrive)

@@ -84,10 +84,10 @@ class Agent:
 
     def __init__(self, settings: Settings, log: Logger, supervisor: int) -> None:
         self.settings, self.log = settings, log
-        self._is_told = False
+        self._is_stopping = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        self._page = open_page(AGENT, settings, supervisor, log, lambda: self._is_told)
+        self._page = open_page(AGENT, settings, supervisor, log, lambda: self._is_stopping)
         place = Place.of(settings)
         os.makedirs(settings.pipes, exist_ok=True)
         self._owner = FileLock(f"{settings.pipes}/agent.owner")
@@ -114,7 +114,7 @@ class Agent:
         following.start()
         reporting.start()
         try:
-            while following.is_alive() and not self._is_told:
+            while following.is_alive() and not self._is_stopping:
                 time.sleep(_BEAT_S)
                 self._beat()
         finally:
@@ -128,7 +128,7 @@ class Agent:
             raise self._error
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._is_told = True  # an Event must not be set here: the thread that was interrupted may hold its lock
+        self._is_stopping = True  # an Event must not be set here: the thread that was interrupted may hold its lock
 
     def _state(self, name: str) -> None:
         self._row.state = STATES.index(name)

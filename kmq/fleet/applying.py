@@ -120,12 +120,12 @@ class Applier:
         if self._settings.shard and not self._leads():
             changed = {key: value for key, value in changed.items() if not key.startswith(TOPICS)}
         has_topics = any(key.startswith(TOPICS) for key in changed)
-        names, asked = self._topics() if has_topics else (set[str](), {})
+        names, requests = self._topics() if has_topics else (set[str](), {})
         for key, value in changed.items():
             why = ""
             if key.startswith(TOPICS):
                 name = key.removeprefix(TOPICS)
-                why = self._reach_topic(name, value, name in names, asked.get(name, []))
+                why = self._reach_topic(name, value, name in names, requests.get(name, []))
             elif key.startswith(SETTINGS):
                 why = fault(key.removeprefix(SETTINGS), value)
             if why:
@@ -161,14 +161,14 @@ class Applier:
 
     def _topics(self) -> tuple[set[str], dict[str, list[topic_changes.TopicRequest]]]:
         """Return the names of all topics, and by topic the waiting requests to set limits. Read once for all states."""
-        data, asked = self._settings.data, dict[str, list[topic_changes.TopicRequest]]()
+        data, requests = self._settings.data, dict[str, list[topic_changes.TopicRequest]]()
         names = {*topics.names(data)}
         for request in topic_changes.waiting(data) if os.path.isdir(f"{data}/topics") else []:
             if request.verb == topic_changes.SET:
-                asked.setdefault(request.topic, []).append(request)
-        return names, asked
+                requests.setdefault(request.topic, []).append(request)
+        return names, requests
 
-    def _reach_topic(self, name: str, value: str, is_here: bool, asked: list[topic_changes.TopicRequest]) -> str:
+    def _reach_topic(self, name: str, value: str, is_here: bool, requests: list[topic_changes.TopicRequest]) -> str:
         """Declare a topic, or set its limits. Return why that cannot be done here; "" if it was done."""
         data = self._settings.data
         try:
@@ -178,7 +178,7 @@ class Applier:
                 topics.declare(data, name, partitions, {limit: text for limit, text in limits.items() if text})
                 return ""
             declared = topics.read(data, name)
-            own = topic_changes.limits_to_be(data, name, dict(declared.limits), asked)
+            own = topic_changes.limits_to_be(data, name, dict(declared.limits), requests)
             changes = {limit: text for limit, text in limits.items() if _differ(limit, own.get(limit, ""), text)}
             if changes:
                 topic_changes.apply(own, changes)
@@ -203,13 +203,13 @@ class Applier:
                 found.append(
                     f"{TOKENS}{name}: is not readable, taken for revoked; publish it anew: kmq fleet token revoke"
                 )
-        names, asked = self._topics()
+        names, requests = self._topics()
         for name, value in states.under(TOPICS).items():
-            if why := self._topic_differs(name, value, name in names, asked.get(name, [])):
+            if why := self._topic_differs(name, value, name in names, requests.get(name, [])):
                 found.append(f"{TOPICS}{name}: {why}")
         return found
 
-    def _topic_differs(self, name: str, value: str, is_here: bool, asked: list[topic_changes.TopicRequest]) -> str:
+    def _topic_differs(self, name: str, value: str, is_here: bool, requests: list[topic_changes.TopicRequest]) -> str:
         try:
             partitions, limits = parse_topic(value)
         except ValueError as error:
@@ -217,7 +217,7 @@ class Applier:
         if not is_here:
             return "is not here; it was deleted here, or its log says why (event state_not_applied)"
         declared = topics.read(self._settings.data, name)
-        own = topic_changes.limits_to_be(self._settings.data, name, dict(declared.limits), asked)
+        own = topic_changes.limits_to_be(self._settings.data, name, dict(declared.limits), requests)
         other = [
             f"{limit}={own.get(limit, DEFAULT)}"
             for limit, text in limits.items()
@@ -237,22 +237,22 @@ def parse_topic(value: str) -> tuple[int, dict[str, str]]:
     return int(fields["partitions"]), limits
 
 
-def _differ(limit: str, here: str, told: str) -> bool:
+def _differ(limit: str, here: str, wanted: str) -> bool:
     """Return True if two texts of a limit have different meanings; "" is unset."""
-    if not (here and told):
-        return here != told
+    if not (here and wanted):
+        return here != wanted
     try:
-        values = [getattr(Limits().with_changes({limit: text}), limit) for text in (here, told)]
+        values = [getattr(Limits().with_changes({limit: text}), limit) for text in (here, wanted)]
     except ConfigError:
-        return here != told
+        return here != wanted
     return bool(values[0] != values[1])
 
 
-def _other_partitions(here: int, told: int) -> str:
-    if here == told:
+def _other_partitions(here: int, wanted: int) -> str:
+    if here == wanted:
         return ""
-    advice = "kmq topics set --partitions adds some" if here < told else "there can never be fewer"
-    return f"has {here} partition(s) here, and the fleet says {told}; {advice}"
+    advice = "kmq topics set --partitions adds some" if here < wanted else "there can never be fewer"
+    return f"has {here} partition(s) here, and the fleet says {wanted}; {advice}"
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -327,8 +327,8 @@ class Commands:
             self._log.warn("commands_forgotten", file=self._path, reason=error, effect="commands may be done again")
 
     def _save(self) -> None:
-        told = [id for id, row in self._rows.items() if row["told"]]
-        for id in told[: max(0, len(self._rows) - KEPT)]:
+        reported = [id for id, row in self._rows.items() if row["told"]]
+        for id in reported[: max(0, len(self._rows) - KEPT)]:
             del self._rows[id]
         surplus = max(0, len(self._rows) - MOST)  # commands whose results Consul did not take
         for id in sorted(self._rows, key=lambda id: self._rows[id]["result"] is None)[:surplus]:

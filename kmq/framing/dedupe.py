@@ -187,7 +187,7 @@ class DedupeTable:
     def _copy_to_snapshot(self, producer: KnownProducer) -> None:
         """Copy a producer into the pending snapshot, if it is not there yet, before it changes."""
         if producer.generation != self._generation and self._snapshot is not None:
-            self._snapshot.keep(producer)
+            self._snapshot.add(producer)
 
     def _trim(self, producer: KnownProducer, keep: int) -> None:
         ranges, prints = len(producer.firsts), len(producer.prints)
@@ -296,9 +296,9 @@ class DedupeTable:
     def _absorb_run(self, name: bytes, first_id: int, seq: int, prints: list[int], seconds: int) -> None:
         if not prints:
             return
-        known = self.names.get(name)
-        if known is not None and known.seconds < seconds - self._ttl and known.part is not self.copiers:
-            self._drop(known)  # forgotten when this record was stored; kept, its lower ids would count as stored again
+        entry = self.names.get(name)
+        if entry is not None and entry.seconds < seconds - self._ttl and entry.part is not self.copiers:
+            self._drop(entry)  # forgotten when this record was stored; kept, its lower ids would count as stored again
         producer = self.producer(name, seconds)
         if producer is None:  # the limit was lowered: keep a stored name, or a retry would be stored twice
             producer = self._add(KnownProducer(name, seconds=seconds))

@@ -263,8 +263,8 @@ class Catalog(AnyTopic):
         with self._compiling.measured():
             # A mark that was not checked may follow a bare name, hence no @ there.
             names = _pattern([topic for topic, digits in self._few if digits is None]), b"@"
-            asked = [b"%b.@%b" % (topic, digits) for topic, digits in self._few if digits is not None]
-            self._shape = record.Shape(*([(_pattern(asked), b"")] if asked else []), names)
+            keys = [b"%b.@%b" % (topic, digits) for topic, digits in self._few if digits is not None]
+            self._shape = record.Shape(*([(_pattern(keys), b"")] if keys else []), names)
 
     def _list(self) -> None:
         """List the topics, to find names with a dot, and to forget names that were never made."""

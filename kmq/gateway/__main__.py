@@ -24,7 +24,7 @@ _LEAST_FILES = 128  # descriptors for its listeners, its event loop and some con
 
 @contextlib.contextmanager
 def _alive(row: Row) -> Iterator[None]:
-    """Keep up the heartbeat meanwhile: on a busy machine loading the modules takes longer than a silence may."""
+    """Write heartbeats while modules load: on a busy machine that takes longer than a silence may."""
     is_over = threading.Event()
 
     def beat() -> None:
@@ -44,10 +44,10 @@ def _alive(row: Row) -> Iterator[None]:
 def run(log: Logger, supervisor: int) -> None:
     settings = load()
     files.claim(_LEAST_FILES)  # a connection needs one, a connection of gRPC two
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # blocked by a run before this one, in place (AGAIN)
-    page = open_page("gateway", settings, supervisor, log, lambda: bool(told))
+    page = open_page("gateway", settings, supervisor, log, lambda: bool(signals))
     os.makedirs(settings.pipes, exist_ok=True)
     owner = FileLock(f"{settings.pipes}/gateway.owner")
     owner.acquire("the gateway of this broker", describe("gateway", settings.data))
@@ -62,7 +62,7 @@ def run(log: Logger, supervisor: int) -> None:
     signal.signal(signal.SIGTERM, on_early_signal)
     if AGAIN not in sys.argv:
         row.begin(supervisor)
-    if told:
+    if signals:
         on_early_signal(signal.SIGTERM, None)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC reports everything by exceptions too
     exit_code = EXIT_OK

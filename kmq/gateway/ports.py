@@ -226,9 +226,9 @@ class Doors:
     def _has_poll_given_way(self, at_door: list[Any], most: int) -> bool:
         """Answer the call that has waited longest for messages, to make room. Return False if none waits."""
         polls = {
-            handler: asked
+            handler: exchange
             for handler in at_door
-            if (asked := self._open[handler].exchange) is not None and asked.polls_since
+            if (exchange := self._open[handler].exchange) is not None and exchange.polls_since
         }
         if not polls:
             return False
@@ -243,9 +243,9 @@ class Doors:
         """Return since when a client has kept the gateway waiting; 0 if the client waits for the gateway."""
         if isinstance(handler, (Relay, ClientConnection)):
             return handler.waits_since
-        asked = self._open[handler].exchange
-        if asked is not None and asked.since:
-            return asked.since
+        exchange = self._open[handler].exchange
+        if exchange is not None and exchange.since:
+            return exchange.since
         return 0.0 if handler in self._served else self._waiting.get(handler, time.monotonic())
 
     def _end(self, handler: Any) -> None:

@@ -312,7 +312,7 @@ class ConnectionTable:
 # --- end -------------------------------------------------------------------------------------------------------------
 
 _RESET, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
-_KEPT = 16  # refused sockets that stay open for a moment
+_MOST_OPEN = 16  # refused sockets that stay open for a moment
 
 
 def reset_on_close(sock: socket.socket) -> None:
@@ -343,7 +343,7 @@ class Farewells:
         """Send `reply`, then reset the connection. An orderly end would mean that its lines were handed over."""
         with contextlib.suppress(OSError):
             sock.send(reply)
-        if len(self._recent) < _KEPT:
+        if len(self._recent) < _MOST_OPEN:
             self._recent.append(sock)
         else:
             sock.close()

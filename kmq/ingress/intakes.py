@@ -22,10 +22,9 @@ Memory      A receive is so small that its messages take at most _WRAPPED_BYTES 
             datagrams of a turn have the same limit, except for the last one. A JSON line is checked by parsing it
             alone, which briefly takes up to about 30 times its bytes.
 Not covered Datagrams: the kernel drops those that ingress does not read in time, and all while messages are refused.
-They
-            are counted. The address of a datagram is the one that its sender claims.
-            A first message that ends in NUL and begins neither as syslog nor as JSON waits for the next one, or the
-            end. A first line of syslog or JSON with a NUL in it is taken to end there if no later byte has arrived yet.
+            They are counted. The address of a datagram is the one that its sender claims. A first message that ends in
+            NUL and begins neither as syslog nor as JSON waits for the next one, or the end. A first line of syslog or
+            JSON with a NUL in it is taken to end there if no later byte has arrived yet.
 """
 
 import os

@@ -200,7 +200,7 @@ class Askers:
     """The connections of the ack port."""
 
     def __init__(self, stage: Stage, poll: select.epoll, tokens: "Tokens | None", strangers: Strangers) -> None:
-        """`poll`: where the connections are registered; whoever waits for it calls `serve`."""
+        """`poll`: where the connections are registered; the code that waits for it calls `serve`."""
         self.most = most_askers(stage.most_files)
         self._poll, self._deadline_s = poll, stage.settings.line_deadline
         self._is_token = tokens.check if tokens is not None else None

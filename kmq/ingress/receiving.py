@@ -207,10 +207,10 @@ class Intake:
         """Add buffer[start:end] to the unfinished line or unit, up to the length limit."""
         most = self._max_line(connection) if connection.unit is None else connection.unit.nbytes
         space = most + 1 - len(connection.partial)
-        kept = min(end - start, max(0, space))
-        connection.partial += self._view[start : start + kept]
+        count = min(end - start, max(0, space))
+        connection.partial += self._view[start : start + count]
         connection.length += end - start
-        self.partial_bytes += kept
+        self.partial_bytes += count
 
     def _end_line(self, connection: Connection, start: int, first: int, end: int) -> int:
         """End the unfinished line with buffer[start:first]. Forward the rest up to `end` with it, if that is allowed.

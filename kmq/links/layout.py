@@ -7,8 +7,8 @@ Owners      the writer end and the reader end each belong to one process (owners
 Layout (bytes; every cell is one aligned 8-byte word)
 
       0  identity    text, written once before the file gets its name: what this ring is (Identity)
-   1024  writer      text: who writes
-   2048  reader      text: who reads
+   1024  writer      text: the process that writes
+   2048  reader      text: the process that reads
    3072  bells       text: the doorbells, written by the writer
    4096  cells       see the constants below; every cell has exactly one writer process
    8192  blocks      ring_bytes of them, then, where asked for, the extra bytes (the framer's staging areas)

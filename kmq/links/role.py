@@ -75,14 +75,14 @@ class RolePage:
         self._words = memoryview(self._mm).cast("Q")
 
     @classmethod
-    def find(cls, instance: str, data_id: str, known: "RolePage | None" = None) -> "RolePage | None":
+    def find(cls, instance: str, data_id: str, current: "RolePage | None" = None) -> "RolePage | None":
         """Return the page of this data directory; None while `replica` has not made it.
 
-        `known`: the page found before. It is returned again while it is in place, because that check costs less than
+        `current`: the page found before. It is returned again while it is in place, because that check costs less than
         mapping.
         """
-        if known is not None and known.is_in_place() and known._text(_DATA_ID) == data_id:
-            return known
+        if current is not None and current.is_in_place() and current._text(_DATA_ID) == data_id:
+            return current
         path = _path(instance)
         try:
             fd = _open(path, 0)

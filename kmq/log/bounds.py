@@ -12,13 +12,29 @@ from typing import Any, NamedTuple
 
 from kmq.files import Signature, is_settled, signature, signatures
 from kmq.log import gaps, reader, rows, segment, topics
+from kmq.log.damage import DamageError
 from kmq.log.gaps import Gaps
 from kmq.log.partition import directory_of
 from kmq.log.topics import Declaration
 
 
+class TieredSize(NamedTuple):
+    """What KMQ_TIER has of a partition: `rows` with `nbytes` of lines, which end at offset `end`.
+
+    `local_start`: the first offset on this disk.
+    """
+
+    local_start: int
+    end: int
+    rows: int
+    nbytes: int
+
+
 class PartitionSize(NamedTuple):
-    """One partition: its first offset, the offset of its next record, and what is on disk."""
+    """One partition: its first offset, the offset of its next record, and what is on disk.
+
+    `tier`: None where no record was ever copied there.
+    """
 
     partition: int
     first_offset: int
@@ -26,6 +42,7 @@ class PartitionSize(NamedTuple):
     nbytes: int
     segments: int
     gaps: Gaps = ()
+    tier: TieredSize | None = None
 
     @property
     def messages(self) -> int:
@@ -41,8 +58,20 @@ def measure(data: str, topic: str, partitions: int) -> list[PartitionSize]:
         first = min(log.first_offset, end)
         found = segment.survey(log.directory)
         size = sum(part.size for part in found)
-        sizes.append(PartitionSize(number, first, end, size, len(found), log.gaps()))
+        tier = tiered_size(log.directory, found[0].first if found else end)
+        sizes.append(PartitionSize(number, first, end, size, len(found), log.gaps(), tier))
     return sizes
+
+
+def tiered_size(directory: str, local_start: int) -> TieredSize | None:
+    """Return what KMQ_TIER has of a partition; None without any. `local_start`: its first offset on this disk."""
+    try:
+        found = rows.of(directory)
+    except DamageError:  # it is laid out again within a minute
+        return None
+    if found.end is None:
+        return None
+    return TieredSize(local_start, found.end, len(found.rows), sum(row.nbytes for row in found.rows))
 
 
 # --- cached ----------------------------------------------------------------------------------------------------------
@@ -84,12 +113,12 @@ class Bounds:
             now = signature(f"{self._data}/topics")
             if now != self._listed[0]:
                 self._listed = now if is_settled(now) else (), topics.names(self._data)
-                self.keep(self._listed[1])
+                self.evict_except(self._listed[1])
         except FileNotFoundError:
             return []
         return self._listed[1]
 
-    def keep(self, names: list[str]) -> None:
+    def evict_except(self, names: list[str]) -> None:
         """Forget all topics except these: the others were deleted."""
         if len(self._declared) <= len(names):
             return
@@ -130,7 +159,7 @@ class Bounds:
         log = reader.partition(self._data, topic, partition)
         active = _active(directory)  # before the read, so that a write during the read counts as a change
         end = log.end_offset()
-        bounds = min(log.first_offset if self._is_strict else log.known_first(), end), end
+        bounds = min(log.first_offset if self._is_strict else log.first_readable(), end), end
         if active is not None:
             self._bounds[directory] = *active, bounds
         else:

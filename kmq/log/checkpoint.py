@@ -38,7 +38,7 @@ from kmq.files import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log import dedupe_file, deletions, reader, remnant, segment, topic_changes, topics, wal
 from kmq.log.damage import DamageError
 from kmq.log.partition import EMPTY, PartitionState, directory_of
-from kmq.log.remnant import Kept
+from kmq.log.remnant import Remnant
 from kmq.log.segment import Segment
 from kmq.log.topics import Since
 from kmq.logfmt import Logger
@@ -71,7 +71,7 @@ def load(data: str, content: bytes | None = None) -> tuple[int, Rows, dict[str, 
             partition, end_offset, last_seq, size = map(int, fields)
             rows[topic, partition] = PartitionState(end_offset, last_seq, size)
     deleted = deletions.Deleted.of(data)
-    since = {topic: known for topic, known in since.items() if known.from_seq > deleted.last_seq(topic)}
+    since = {topic: each for topic, each in since.items() if each.from_seq > deleted.last_seq(topic)}
     gone = deleted.lives.keys() - since.keys()
     return int(lines[0]), {at: state for at, state in rows.items() if at[0] not in gone}, since
 
@@ -143,12 +143,12 @@ class Checkpointer:
             raise RetryError(f"checkpoint failed: {self._error}") from self._error
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Kept] = ()) -> None:
+    def start(self, content: bytes, dirty: list[str], retired: list[Segment], remnants: Sequence[Remnant] = ()) -> None:
         """In a thread: sync the files `dirty`, write `content`, then delete the segments `retired`.
 
-        `kept`: copies of the ends of such segments, which then get their names (remnant.py).
+        `remnants`: copies of the ends of such segments, which then get their names (remnant.py).
         """
-        self._thread = threading.Thread(target=self.run, args=(content, dirty, retired, kept), daemon=True)
+        self._thread = threading.Thread(target=self.run, args=(content, dirty, retired, remnants), daemon=True)
         self._thread.start()
 
     def finish(self, check: Callable[[], None] = lambda: None) -> None:
@@ -162,10 +162,10 @@ class Checkpointer:
         if not remnant.release_spare(self._data):
             self._wait_for_room(path)
 
-    def run(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Kept] = ()) -> None:
+    def run(self, content: bytes, dirty: list[str], retired: list[Segment], remnants: Sequence[Remnant] = ()) -> None:
         """Do in this thread what `start` does in another. An error is raised by `busy` and `finish`."""
         try:
-            for copy in kept:
+            for copy in remnants:
                 with_room(copy.segment.path, self._wait, copy.fill)
             for path in dirty:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -184,7 +184,7 @@ class Checkpointer:
                 segment.remove(gone := list(group))
                 for part in gone:
                     self._log.info("segment_deleted", file=part.path, first_offset=part.first, bytes=part.size)
-            for copy in kept:
+            for copy in remnants:
                 remnant.settle(os.path.dirname(copy.segment.path))
         except Exception as err:
             self._error = err
@@ -276,7 +276,7 @@ def _recorded_changes(data: str, key: bytes) -> Iterator[topic_changes.TopicChan
         yield from topic_changes.changes(lines, (key,))
 
 
-def complete(data: str, rows: Rows, since: Mapping[str, Since], known: RecordedTopics) -> dict[str, Since]:
+def complete(data: str, rows: Rows, since: Mapping[str, Since], recorded: RecordedTopics) -> dict[str, Since]:
     """Return `since` completed from records and topic.toml: missing partitioners and growth, and topics that it lacks.
 
     `rows`, `since`: what router.ckpt says.
@@ -291,7 +291,7 @@ def complete(data: str, rows: Rows, since: Mapping[str, Since], known: RecordedT
         from_seq = stated.from_seq if stated else declared.from_seq
         if from_seq is None or (declared.is_guessed and not stated):
             continue
-        record = known.get((name, from_seq))
+        record = recorded.get((name, from_seq))
         if record is None and not stated:
             continue
         grown = stated.grown if stated else ()

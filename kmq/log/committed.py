@@ -248,8 +248,8 @@ def _check_may_cut(data: str, seq: int, first: int) -> None:
             f"{data}/append: cannot be cut after seq {seq}: it begins with seq {first}; the log of its"
             " leader has nothing in common with it; run kmq cluster reset"
         )
-    known = _shown(data) | {"producers.ckpt": dedupe_file.checkpoint_seq(data)}
-    name, later = max(known.items(), key=lambda item: item[1])
+    seqs = _shown(data) | {"producers.ckpt": dedupe_file.checkpoint_seq(data)}
+    name, later = max(seqs.items(), key=lambda item: item[1])
     if later > seq:
         raise CorruptError(
             f"{data}/append: cannot be cut after seq {seq}: {name} has seq {later}, which was committed;"

@@ -71,7 +71,7 @@ class Sealed:
     def path(self, data: str) -> str:
         return f"{directory_of(data, self.topic, self.partition)}/{segment.name(self.first)}"
 
-    def place(self, data: str) -> str:
+    def outbox_path(self, data: str) -> str:
         return f"{outbox(data)}/{self}"
 
 
@@ -158,7 +158,7 @@ def lay_out(
             with open(f"{making}/{name}", "rb") as file:
                 os.fsync(file.fileno())
         sync_directory(making)
-        os.rename(making, which.place(data))
+        os.rename(making, which.outbox_path(data))
         sync_directory(outbox(data))
     finally:
         shutil.rmtree(making, ignore_errors=True)
@@ -208,7 +208,7 @@ def waiting(data: str) -> list[Sealed]:
 
 def install(data: str, which: Sealed) -> int:
     """Replace a segment by its compacted form, and return the new size. Resumes where a crash interrupted it."""
-    place, log = which.place(data), which.path(data)
+    place, log = which.outbox_path(data), which.path(data)
     directory, index = os.path.dirname(log), segment.index_path(log)
     if os.path.exists(f"{place}/log"):
         with contextlib.suppress(FileNotFoundError):
@@ -226,5 +226,7 @@ def install(data: str, which: Sealed) -> int:
 def discard(data: str, which: Sealed) -> None:
     """Remove a compacted segment whose original has changed or is gone."""
     hidden = f"{outbox(data)}/{_MAKING}{which}-discarded"
-    os.rename(which.place(data), hidden)  # in one step, because a half-removed directory looks like a swap to resume
+    os.rename(
+        which.outbox_path(data), hidden
+    )  # in one step, because a half-removed directory looks like a swap to resume
     shutil.rmtree(hidden, ignore_errors=True)

@@ -50,7 +50,7 @@ def checkpoint_seq(data: str) -> int:
 class TableSnapshot:
     """A dedupe table at one moment, after record `seq`. Its text is made in a thread.
 
-    The lists of a producer are copied by `copy`, some producers at a time, or by `keep` before they change: to copy
+    The lists of a producer are copied by `copy`, some producers at a time, or by `add` before they change: to copy
     50,000 names at once takes a second. The ids of a window are not copied.
     """
 
@@ -62,7 +62,7 @@ class TableSnapshot:
         self._left.reverse()
         self._names: list[_Name] = []
 
-    def keep(self, p: KnownProducer) -> None:
+    def add(self, p: KnownProducer) -> None:
         """Copy a producer of an older generation, and raise its generation."""
         lists = p.firsts[:], p.lasts[:], p.ids[:], p.seqs[:], p.counts[:], p.prints[-PRINTS:]
         self._names.append((p.name, p.last_id, p.seconds, *lists))
@@ -74,7 +74,7 @@ class TableSnapshot:
         while self._left:
             producer = self._left.pop()
             if producer.generation != self._generation:
-                self.keep(producer)
+                self.add(producer)
                 if time.monotonic() >= until:
                     break
         return not self._left

@@ -121,12 +121,12 @@ class DeletedRecords:
             seen = signature(topics.toml_path(self._data, topic))
         except FileNotFoundError:
             return topics.read(self._data, topic)
-        known = self._declared.get(topic)
-        if known is None or known[0] != seen:
+        cached = self._declared.get(topic)
+        if cached is None or cached[0] != seen:
             if len(self._declared) >= _MOST:
                 self._declared.clear()
-            known = self._declared[topic] = seen, topics.read(self._data, topic)
-        return known[1]
+            cached = self._declared[topic] = seen, topics.read(self._data, topic)
+        return cached[1]
 
     def _look_at_deletions(self) -> None:
         seen: Signature = ()
@@ -141,9 +141,9 @@ class DeletedRecords:
         """Return how a partition begins; None if it is not there, or not known because its file `tier` is damaged."""
         while True:
             try:
-                known = self._beginnings.get(directory)
-                if known is not None and signatures(known[0]) == known[1]:
-                    return known[2]
+                cached = self._beginnings.get(directory)
+                if cached is not None and signatures(cached[0]) == cached[1]:
+                    return cached[2]
                 seen = signature(directory)
                 segments, has_tier = segment.look(directory)
                 if not segments:

@@ -183,7 +183,7 @@ def back(found: Gaps, end: int, count: int) -> int:
 
 
 def range_of(found: Gaps, start: int, end: int) -> range:
-    """Return the offsets start…end-1 without a gap: what lies before a gap that reaches the end, else what lies after it."""
+    """Return the offsets start…end-1 without a gap: the part before a gap that reaches the end, else the part after it."""
     for gap in found:
         if gap.first < end <= gap.to:
             end = max(start, gap.first)

@@ -54,18 +54,18 @@ class DataMissingError(RetryError):
     """The data directory of a running broker is not where it was, or cannot be used."""
 
 
-def open_data(path: str, known: str = "", shard: str = "") -> str:
+def open_data(path: str, expected_id: str = "", shard: str = "") -> str:
     """Make `path` a data directory unless it is one, and return its id.
 
     `shard`: KMQ_SHARD. Raises ConfigError for a replica of another shard, or of any shard if `shard` is empty: it would
     diverge.
 
-    `known`: the id of the directory that is in use there. Then nothing is made. Raises DataMissingError while `path` is
-    not that directory, or cannot be read and written.
+    `expected_id`: the id of the directory that is in use there. Then nothing is made. Raises DataMissingError while
+    `path` is not that directory, or cannot be read and written.
     Raises ConfigError if `path` cannot be a data directory, RetryError if the disk is full or fails.
     """
-    if known:
-        _check_known(path, known)
+    if expected_id:
+        _check_id(path, expected_id)
     try:
         _check_shard(path, shard)
         _check_restored(path)
@@ -90,7 +90,7 @@ def open_data(path: str, known: str = "", shard: str = "") -> str:
     return read(path, "id")
 
 
-def _check_known(path: str, known: str) -> None:
+def _check_id(path: str, expected_id: str) -> None:
     """Raise DataMissingError unless `path` is the data directory with this id, and may be written."""
     try:
         found = read(path, "id")
@@ -98,7 +98,7 @@ def _check_known(path: str, known: str) -> None:
     except OSError as err:
         why = f"{err.strerror} ({err.filename})"
     else:
-        why = f"it is another one, with the id {found!r}" if found != known else why
+        why = f"it is another one, with the id {found!r}" if found != expected_id else why
     if why:
         raise DataMissingError(
             f"KMQ_DATA={path!r}: is not the data directory with which this broker runs, or has run until a few seconds ago:"

@@ -279,10 +279,10 @@ class IndexWriter:
         except FileNotFoundError:
             return
         head = read_label(text)
-        kept = [parse_line(line) for line in text[len(head) :].splitlines()]
+        on_disk = [parse_line(line) for line in text[len(head) :].splitlines()]
         whole = text.endswith(b"\n") or not text
         needs_label = not head and bool(entries) and must_have_label(self._label_of, log_fd)
-        if whole and not needs_label and all(entry is not None and entry.position < log_size for entry in kept):
+        if whole and not needs_label and all(entry is not None and entry.position < log_size for entry in on_disk):
             return
         self._rewrite(label(self._label_of) if needs_label else head, entries)
 

@@ -75,8 +75,8 @@ def check(
         last, following, position = b"", part.first, 0
         for checked in opened.checked_lines(part.first):
             sign()
-            kept = checked.lines.rstrip(b"\n")
-            last, following, position = kept[kept.rfind(b"\n") + 1 :] or last, checked.next_offset, checked.end
+            lines = checked.lines.rstrip(b"\n")
+            last, following, position = lines[lines.rfind(b"\n") + 1 :] or last, checked.next_offset, checked.end
         what = "its end is torn" if position < part.size else _misfit(following, end, by_seq, part.path)
         first = opened.stamp_at(0)
         if not what and first is not None:

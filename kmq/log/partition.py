@@ -72,10 +72,10 @@ class PartitionState:
         self.start = self.sealed[0].first if self.sealed else self.base
         return gone
 
-    def keep(self, kept: Segment) -> None:
-        """Count `kept` as the first sealed segment: it holds a copy of the end of the last retired one (remnant.py)."""
-        self.sealed = [kept, *self.sealed]
-        self.size, self.start = self.size + kept.size, kept.first
+    def prepend(self, copy: Segment) -> None:
+        """Count `copy` as the first sealed segment: it holds a copy of the end of the last retired one (remnant.py)."""
+        self.sealed = [copy, *self.sealed]
+        self.size, self.start = self.size + copy.size, copy.first
 
 
 EMPTY = PartitionState()
@@ -182,8 +182,8 @@ class PartitionLog:
         link, target = f"{data}/{name}", os.path.relpath(path, data)
         if os.path.islink(link) and os.path.dirname(os.readlink(link)) != os.path.dirname(target):
             self._warn("symlink_taken", symlink=name, topic=self.topic, file=target)
-        elif kept := point_symlink(link, target):
-            self._warn("set_aside", file=link, now=kept, effect="the symlink is made again")
+        elif backup := point_symlink(link, target):
+            self._warn("set_aside", file=link, now=backup, effect="the symlink is made again")
 
     def use_link(self, name: str) -> None:
         """Use another name for the symlink, from the next `open` on."""
@@ -253,10 +253,10 @@ class PartitionLog:
         """
         state, file = self.state, self._file
         assert file is not None
-        kept = [gap for gap in state.gaps if gap.to < offset and gap.first < state.end_offset]
+        earlier = [gap for gap in state.gaps if gap.to < offset and gap.first < state.end_offset]
         # Two forks without a record between them leave one gap.
-        first = kept.pop().first if kept and kept[-1].to == state.end_offset else state.end_offset
-        found = (*kept, Gap(first, offset))
+        first = earlier.pop().first if earlier and earlier[-1].to == state.end_offset else state.end_offset
+        found = (*earlier, Gap(first, offset))
         self._write_gaps(found)
         empty = None if file.size else Segment(state.base, file.path, 0)
         self.roll(first=offset)

@@ -51,16 +51,16 @@ class Remains:
         self.touched: list[Segment] = []  # sealed segments that may not be synced
 
 
-def fits(segments: list[Segment], known: PartitionState) -> bool:
-    """Return True if the files match the checkpoint `known`, by their sizes and one small read at the end."""
-    if sum(part.size for part in segments) != known.size:
+def fits(segments: list[Segment], ckpt: PartitionState) -> bool:
+    """Return True if the files match the checkpoint `ckpt`, by their sizes and one small read at the end."""
+    if sum(part.size for part in segments) != ckpt.size:
         return False
     if not segments:
-        return known.end_offset == known.start and not known.last_seq  # it never had a record
+        return ckpt.end_offset == ckpt.start and not ckpt.last_seq  # it never had a record
     last = segments[-1]
     if not last.size:
-        return last.first == known.end_offset
-    return segments[0].first == known.start and ends_as(last.path, last.size, known.last_seq)
+        return last.first == ckpt.end_offset
+    return segments[0].first == ckpt.start and ends_as(last.path, last.size, ckpt.last_seq)
 
 
 def ends_as(path: str, size: int, last_seq: int) -> bool:
@@ -78,21 +78,21 @@ def ends_as(path: str, size: int, last_seq: int) -> bool:
 
 
 def recover(
-    segments: list[Segment], known: PartitionState, wal: WalRange, start: int, found: Gaps = (), forks: Forks = ()
+    segments: list[Segment], ckpt: PartitionState, wal: WalRange, start: int, found: Gaps = (), forks: Forks = ()
 ) -> Remains:
     """Cut the files of a log to what is whole, and return what remains.
 
-    `known` is what the checkpoint says was on disk. Everything after it may be torn or hold NULs after a power cut. So
-    if the WAL still has those records, the log is cut at the first such byte. If the files differ from `known`, they
+    `ckpt` is what the checkpoint says was on disk. Everything after it may be torn or hold NULs after a power cut. So
+    if the WAL still has those records, the log is cut at the first such byte. If the files differ from `ckpt`, they
     were damaged: then only torn ends are cut, and records that are missing between two segments, or between record
     `start` and the first segment, are returned as a MissingRange. `found`: the gaps of the log, where no record is missing.
 
     A last line whose seq is above the end of the WAL is cut in either case: the router did not write it, and would skip
     all later records up to its seq.
     """
-    checkpointed = _checkpointed_end(known, segments)
+    checkpointed = _checkpointed_end(ckpt, segments)
     if checkpointed is not None and wal.has_rest:
-        return _cut_after_checkpoint(segments, checkpointed, known, wal.last, found)
+        return _cut_after_checkpoint(segments, checkpointed, ckpt, wal.last, found)
     return _cut_torn_ends(segments, wal.last, start, found, forks)
 
 
@@ -118,24 +118,24 @@ class FilePlace(namedtuple("FilePlace", ("number", "byte"))):
     __slots__ = ()
 
 
-def _checkpointed_end(known: PartitionState, segments: list[Segment]) -> FilePlace | None:
+def _checkpointed_end(ckpt: PartitionState, segments: list[Segment]) -> FilePlace | None:
     """Return where the records of the checkpoint end in the files; None if the files do not match it."""
-    if not segments or segments[0].first != known.start:
+    if not segments or segments[0].first != ckpt.start:
         return None
-    at = max(number for number, part in enumerate(segments) if part.first <= known.end_offset)
-    floor = known.size - sum(part.size for part in segments[:at])
+    at = max(number for number, part in enumerate(segments) if part.first <= ckpt.end_offset)
+    floor = ckpt.size - sum(part.size for part in segments[:at])
     if floor == 0:
-        return FilePlace(at, 0) if segments[at].first == known.end_offset else None
-    is_there = 0 < floor <= segments[at].size and ends_as(segments[at].path, floor, known.last_seq)
+        return FilePlace(at, 0) if segments[at].first == ckpt.end_offset else None
+    is_there = 0 < floor <= segments[at].size and ends_as(segments[at].path, floor, ckpt.last_seq)
     return FilePlace(at, floor) if is_there else None
 
 
 def _cut_after_checkpoint(
-    segments: list[Segment], checkpointed: FilePlace, known: PartitionState, high: int, found: Gaps
+    segments: list[Segment], checkpointed: FilePlace, ckpt: PartitionState, high: int, found: Gaps
 ) -> Remains:
     """Keep everything up to `checkpointed`, and cut at the first bad byte after it."""
     at, floor = checkpointed
-    remains = Remains(segments[:at], PartitionState(*known.values()))
+    remains = Remains(segments[:at], PartitionState(*ckpt.values()))
     state = remains.state
     for part in segments[at:]:
         if not floor and part.first != state.end_offset:

@@ -1,12 +1,12 @@
 """topics/.compacted/.passes: how far the broker's compactor has compared each partition, and when the next pass is due.
 
-    topic|partition|from_seq|end|kept|young_us|young_seq|at
+    topic|partition|from_seq|end|bytes_left|young_us|young_seq|at
 
-A pass compared the sealed segments before the record `end`, at the Unix time `at` in seconds, and kept `kept` bytes of
-records. `young_us|young_seq`: when the first tombstone was received (µs) that was too young to be removed, and its seq;
-0|0 if there was none. `from_seq` is the topic's: a topic that was deleted and created again has another one.
+A pass compared the sealed segments before the record `end`, at the Unix time `at` in seconds, and left `bytes_left`
+bytes of records. `young_us|young_seq`: when the first tombstone was received (µs) that was too young to be removed, and
+its seq; 0|0 without such a tombstone. `from_seq` is the topic's: a topic that was deleted and created again has another one.
 
-Due         When at least as many bytes were sealed since the last pass as that pass kept, as in Kafka. So at most about
+Due         When at least as many bytes were sealed since the last pass as that pass left, as in Kafka. So at most about
             half of a topic is replaced records, and a pass reads at most twice the bytes that came since the last pass.
             Also when that first tombstone may be removed, but not more often than once in `delete_retention`.
 Owner       the compactor that holds topics/.compacted/.owner. Any process may read.
@@ -34,7 +34,7 @@ class Pass(NamedTuple):
 
     from_seq: int
     end: int
-    kept: int
+    bytes_left: int
     young: Tombstone | None
     at: int
 
@@ -61,22 +61,24 @@ class CompactedTopics:
 
     def __init__(self, data: str) -> None:
         self._data = data
-        self._known: dict[str, tuple[tuple[int, int], CompactedTopic | None]] = {}
+        self._declarations: dict[str, tuple[tuple[int, int], CompactedTopic | None]] = {}
 
     def found(self) -> list[CompactedTopic]:
         """Return these topics, first those of KMQ itself."""
-        known: dict[str, tuple[tuple[int, int], CompactedTopic | None]] = {}
+        declarations: dict[str, tuple[tuple[int, int], CompactedTopic | None]] = {}
         for name in topics.names(self._data):
             try:
                 status = os.stat(topics.toml_path(self._data, name))
             except FileNotFoundError:
                 continue
             signature = status.st_ino, status.st_mtime_ns
-            before = self._known.get(name)
+            before = self._declarations.get(name)
             is_same = before is not None and before[0] == signature
-            known[name] = before if before is not None and is_same else (signature, _compacted_topic(self._data, name))
-        self._known = known
-        tables = [table for _, table in known.values() if table is not None]
+            declarations[name] = (
+                before if before is not None and is_same else (signature, _compacted_topic(self._data, name))
+            )
+        self._declarations = declarations
+        tables = [table for _, table in declarations.values() if table is not None]
         return sorted(tables, key=lambda table: (not table.name.startswith("__"), table.name))
 
 
@@ -122,7 +124,7 @@ def is_due(data: str, table: CompactedTopic, partition: int, done: Pass | None, 
     sealed, nbytes = pending(data, (table.name, partition), done, end)
     if not sealed:
         return False
-    if done is None or nbytes >= max(1, done.kept):
+    if done is None or nbytes >= max(1, done.bytes_left):
         return True
     if done.young is None or clock.now_s < done.at + max(_LEAST_S, table.delete_retention):
         return False
@@ -170,8 +172,10 @@ def read(data: str) -> dict[At, Pass]:
 
 def _parse(line: str) -> tuple[At, Pass]:
     topic, *numbers = line.split("|")
-    partition, from_seq, end, kept, young_us, young_seq, at = map(int, numbers)
-    return (topic, partition), Pass(from_seq, end, kept, Tombstone(young_us, young_seq) if young_seq else None, at)
+    partition, from_seq, end, bytes_left, young_us, young_seq, at = map(int, numbers)
+    return (topic, partition), Pass(
+        from_seq, end, bytes_left, Tombstone(young_us, young_seq) if young_seq else None, at
+    )
 
 
 def write(data: str, rows: Mapping[At, Pass]) -> None:
@@ -179,5 +183,5 @@ def write(data: str, rows: Mapping[At, Pass]) -> None:
     lines = []
     for (topic, partition), row in sorted(rows.items()):
         young = row.young or Tombstone(0, 0)
-        lines.append(f"{topic}|{partition}|{row.from_seq}|{row.end}|{row.kept}|{young[0]}|{young[1]}|{row.at}\n")
+        lines.append(f"{topic}|{partition}|{row.from_seq}|{row.end}|{row.bytes_left}|{young[0]}|{young[1]}|{row.at}\n")
     replace_file(_path(data), "".join(lines).encode())

@@ -272,7 +272,7 @@ class LogReader:
             return int(self.by_seq)
         return segments.first_offset()
 
-    def known_first(self) -> int:
+    def first_readable(self) -> int:
         """Return `first_offset`; where the file `tier` is damaged, the first offset of this disk. Before it, reads fail."""
         try:
             return self.first_offset
@@ -378,14 +378,14 @@ class LogReader:
         """Return where in the index of `part` to look first: a hint from any earlier read of this segment."""
         return self._last_read.at if self._last_read.first == part.first else 0
 
-    def known_in(self, part: SegmentReader, offset: int) -> LineStart:
+    def resume_point(self, part: SegmentReader, offset: int) -> LineStart:
         """Return the last start of a line that is known in `part`, up to `offset`; UNKNOWN if there is none.
 
         A sealed segment needs no such hint, because it has an index; and compaction may replace it by a file that
         reuses its inode.
         """
-        known = [self._start_in(part, reached) for reached in (self._last_read, self._last_end)]
-        return max((start for start in known if start.offset <= offset), default=UNKNOWN)
+        starts = [self._start_in(part, reached) for reached in (self._last_read, self._last_end)]
+        return max((start for start in starts if start.offset <= offset), default=UNKNOWN)
 
     def _start_in(self, part: SegmentReader, reached: _Reached) -> LineStart:
         inode, first, start, _ = reached
@@ -443,7 +443,7 @@ class LogReader:
         chunks: list[bytes] = []
         length, first, stop = 0, offset, UNKNOWN
         try:
-            for checked in part.checked_lines(offset, self.known_in(part, offset), self.near_in(part)):
+            for checked in part.checked_lines(offset, self.resume_point(part, offset), self.near_in(part)):
                 lines = checked.lines
                 if not chunks:
                     first, lines = self._skip_before(checked, offset)

@@ -27,7 +27,7 @@ from kmq.errors import CorruptError
 from kmq.files import FULL, find_tail, give_up, sync_directory
 from kmq.log import index, reader, segment
 from kmq.log.damage import DamageError
-from kmq.log.segment import KEPT, Segment, is_stored
+from kmq.log.segment import COPY_SUFFIX, Segment, is_stored
 from kmq.log.segment_reader import SegmentReader
 from kmq.message import record
 
@@ -51,7 +51,7 @@ def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | Non
     line = tail.last + b"\n"
     entry = index.IndexEntry(first, 0, zlib.crc32(line), record.format_ts(found[1]))
     try:
-        for name, text in ((segment.index_path(path), index.label(path) + entry.line()), (path + KEPT, line)):
+        for name, text in ((segment.index_path(path), index.label(path) + entry.line()), (path + COPY_SUFFIX, line)):
             with open(name, "wb") as file:
                 file.write(text)
     except OSError as err:
@@ -63,7 +63,7 @@ def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | Non
     return Segment(first, path, len(line))
 
 
-class Kept(namedtuple("Kept", ("segment", "source", "position"), defaults=("", 0))):
+class Remnant(namedtuple("Remnant", ("segment", "source", "position"), defaults=("", 0))):
     """A copy that was laid out. It still lacks the bytes of the segment `source` from `position` on, if one is named."""
 
     __slots__ = ()
@@ -73,7 +73,7 @@ class Kept(namedtuple("Kept", ("segment", "source", "position"), defaults=("", 0
         if not self.source:
             return
         at, end = self.position, self.position + self.segment.size
-        with open(self.source, "rb") as old, open(self.segment.path + KEPT, "r+b") as new:
+        with open(self.source, "rb") as old, open(self.segment.path + COPY_SUFFIX, "r+b") as new:
             while at < end and (sent := os.sendfile(new.fileno(), old.fileno(), at, min(_SYNC_BYTES, end - at))):
                 os.fdatasync(new.fileno())
                 at += sent
@@ -84,7 +84,7 @@ class Kept(namedtuple("Kept", ("segment", "source", "position"), defaults=("", 0
 _SYNC_BYTES = 4 * MIB  # written between two syncs: one sync of a large file would delay the WAL's
 
 
-def lay_out_rest(part: Segment, offset: int, has_room: Callable[[int], bool]) -> Kept:
+def lay_out_rest(part: Segment, offset: int, has_room: Callable[[int], bool]) -> Remnant:
     """Lay out a copy of a queue's sealed segment from record `offset` on, which lies inside it; `fill` completes it.
 
     It begins later if compaction has removed that record. Raises DamageError, and OSError if the disk is full or
@@ -109,12 +109,12 @@ def lay_out_rest(part: Segment, offset: int, has_room: Callable[[int], bool]) ->
     try:
         with open(segment.index_path(path), "wb") as file:
             file.write(index.label(path) + b"".join(entry.line() for entry in entries))
-        with open(path + KEPT, "wb") as file:
+        with open(path + COPY_SUFFIX, "wb") as file:
             _reserve(file.fileno(), part.size - position)
     except OSError:
         _remove(path)
         raise
-    return Kept(Segment(first, path, part.size - position), part.path, position)
+    return Remnant(Segment(first, path, part.size - position), part.path, position)
 
 
 def _reserve(fd: int, size: int) -> None:
@@ -129,16 +129,16 @@ def _reserve(fd: int, size: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
 
 
-def files(kept: Segment) -> list[str]:
+def files(copy: Segment) -> list[str]:
     """Return the files of the copy: they must be synced before the old segment is removed."""
-    return [segment.index_path(kept.path), kept.path + KEPT]
+    return [segment.index_path(copy.path), copy.path + COPY_SUFFIX]
 
 
 def settle(directory: str) -> None:
     """Give a copy its name if it is the first segment. Remove any other copy: an interrupted attempt left it."""
     there = segment.listing(directory)
     for copy in segment.copies(directory):
-        path = copy.removesuffix(KEPT)
+        path = copy.removesuffix(COPY_SUFFIX)
         if copy == there[0][1]:
             os.rename(copy, path)
             sync_directory(directory)
@@ -147,7 +147,7 @@ def settle(directory: str) -> None:
 
 
 def _remove(path: str) -> None:
-    leftover = [path + KEPT] if os.path.exists(path) else [path + KEPT, segment.index_path(path)]
+    leftover = [path + COPY_SUFFIX] if os.path.exists(path) else [path + COPY_SUFFIX, segment.index_path(path)]
     for name in leftover:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)

@@ -293,7 +293,7 @@ class _Filter:
 
 
 def _tombstone(head: bytes, rest: bytes) -> Tombstone | None:
-    """Return the tombstone that a record is; None if it is another record, such as an empty value."""
+    """Return the record as a tombstone; None if it is no tombstone, such as a record with an empty value."""
     # Hot loop: _ROW has cut the line. An invalid stamp must raise: with time 0 the tombstone would look old enough.
     _, _, id, payload = rest.split(b"|", 3)
     if payload or b"enc=b64" in id.split(b";")[1:]:

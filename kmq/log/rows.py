@@ -14,13 +14,13 @@ commit (kmq/tier/commits.py). `life` is the from_seq of the topic.
 
 Owner       the router. It takes lines of this life that follow the last row, syncs them, and only then counts them.
 Invariant   Rows lie one after the other: a row begins where the last one ends, after the gap there, or at a later drop.
-            So what a row has is told from the file alone. `start` only rises.
+            So the file alone says which records a row has. `start` only rises.
 Crash       Lines are appended and synced at once, or the file is replaced. A line without its end is not there yet.
 Readers     see rows only below the first local segment, and from `start` on. Rows that do not lead up to the first local
             segment without a hole are not seen at all.
 Damage      Nobody reads or begins before the first local segment, until the rows are laid out again. What lies on the disk
             is read as ever.
-Memory      The parsed files that were asked for last, some hundred bytes a row.
+Memory      The parsed files that were read last, some hundred bytes a row.
 """
 
 import os
@@ -179,10 +179,10 @@ class TierFile:
         self.before = self.start = self.last_seq = self.count = 0
         self.drop = ""  # the line of the last drop
         self.gaps: tuple[tuple[int, int], ...] = ()
-        self._cold = ColdPart(-1, [], 0)  # what was asked for last
+        self._cold = ColdPart(-1, [], 0)  # of the last call
 
     def copy(self) -> "TierFile":
-        """Return one that can be changed, because others may hold this one."""
+        """Return a copy that may be changed, because others may hold this file."""
         made = TierFile(self.head, self.log, self.life)
         for name in self.__slots__:
             setattr(made, name, getattr(self, name))
@@ -201,11 +201,11 @@ class TierFile:
         return made
 
     def lines(self) -> list[str]:
-        """Return the lines of commits in force, each with the number of its commit: what another file needs to say so."""
+        """Return the lines in force, each with the number of its commit, as another `tier` file takes them."""
         return [line for line in self.text().decode().splitlines()[1:] if not _START.fullmatch(line)]
 
-    def take(self, line: str) -> bool:
-        """Take a line into account. Return False if it is damaged, of another log, or does not follow."""
+    def apply(self, line: str) -> bool:
+        """Apply a line. Return False if it is damaged, of another log, or does not follow."""
         self.count += 1
         self._cold = ColdPart(-1, [], 0)
         if start := _START.fullmatch(line):
@@ -215,30 +215,30 @@ class TierFile:
         if found is None or (found[3], int(found[4])) != (self.log, self.life):
             return False
         if found[2] == "gap":
-            return self._take_gap(found[5])
+            return self._apply_gap(found[5])
         if found[2] == "add":
-            return self._take_row(parse_row(int(found[1]), found[5]))
+            return self._apply_row(parse_row(int(found[1]), found[5]))
         drop = _DROP.fullmatch(found[5])
         if drop is not None and int(drop[1]) > self.before:
             self.drop = line
-            self._take_drop(int(drop[1]))
+            self._apply_drop(int(drop[1]))
         return drop is not None
 
-    def _take_row(self, row: TierRow | None) -> bool:
+    def _apply_row(self, row: TierRow | None) -> bool:
         if row is not None and self.end is not None and row.next <= self.end:
-            return True  # taken before
+            return True  # applied before
         if row is None or not self.follows(row.base):
             return False
         self.rows.append(row)
         self.end, self.last_seq = row.next, row.seqs[1]
         return True
 
-    def _take_drop(self, before: int) -> None:
+    def _apply_drop(self, before: int) -> None:
         self.before = before
         self.rows = [row for row in self.rows if row.next > before]
         self.end = max(before, self.end or 0)
 
-    def _take_gap(self, text: str) -> bool:
+    def _apply_gap(self, text: str) -> bool:
         found = _GAP.fullmatch(text)
         if found is None or int(found[1]) >= int(found[2]):
             return False
@@ -292,12 +292,12 @@ class TierFile:
 
 
 def empty(lineage: str, log: str, life: int) -> TierFile:
-    """Return what a partition without such a file would have in it."""
+    """Return the content of a file without any row."""
     return TierFile(f"kmq-tier 1 lineage={lineage} log={log} life={life}", log, life)
 
 
 def parse(content: bytes, log: str = "") -> TierFile | None:
-    """Return what the content of a file `tier` says; None if it is damaged, or of another partition than `log`."""
+    """Parse the content of a file `tier`. Return None if it is damaged, or of another partition than `log`."""
     head, *lines = content.decode("ascii", errors="replace").split("\n")
     label = _HEAD.fullmatch(head)
     if label is None or not lines or log not in ("", label[2]):
@@ -306,7 +306,7 @@ def parse(content: bytes, log: str = "") -> TierFile | None:
     lines.pop()  # without its end it is not there yet
     gaps = [line for line in lines if " gap " in line]
     for line in [*gaps, *(line for line in lines if " gap " not in line)]:  # rows may follow them
-        if not found.take(line):
+        if not found.apply(line):
             return None
     return found
 
@@ -314,7 +314,7 @@ def parse(content: bytes, log: str = "") -> TierFile | None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 _NOTHING = TierFile("", "", 0)
-_known: dict[str, tuple[tuple[int, int, int], TierFile]] = {}  # by path: inode, mtime and size, and what it says
+_cache: dict[str, tuple[tuple[int, int, int], TierFile]] = {}  # by path: inode, mtime and size, and what it says
 
 
 def path_of(directory: str) -> str:
@@ -338,9 +338,9 @@ def content_of(directory: str) -> bytes | None:
 
 
 def of(directory: str) -> TierFile:
-    """Return what the file of a partition says; without a file, that there is no row. Do not change it.
+    """Return the rows in the file of a partition; without a file, no row. Do not change the result: it is cached.
 
-    Raises DamageError: where the partition begins is not known then.
+    Raises DamageError if the file is damaged: the first offset of the partition is unknown then.
     """
     path = path_of(directory)
     try:
@@ -348,18 +348,18 @@ def of(directory: str) -> TierFile:
     except FileNotFoundError:
         return _NOTHING
     seen = status.st_ino, status.st_mtime_ns, status.st_size
-    known = _known.get(path)
-    if known is None or known[0] != seen:
+    cached = _cache.get(path)
+    if cached is None or cached[0] != seen:
         content = content_of(directory)
         if content is None:
             return _NOTHING
         found = parse(content, label_of(directory)[0])
         if found is None:
             raise DamageError(path, 0, len(content), 0, 0, "does not say which records lie in the store")
-        if len(_known) >= _MOST_CACHED:
-            _known.clear()
-        known = _known[path] = seen, found
-    return known[1]
+        if len(_cache) >= _MOST_CACHED:
+            _cache.clear()
+        cached = _cache[path] = seen, found
+    return cached[1]
 
 
 def append(directory: str, before: TierFile, lines: Sequence[str], is_new: bool) -> TierFile:
@@ -370,7 +370,7 @@ def append(directory: str, before: TierFile, lines: Sequence[str], is_new: bool)
     """
     after = before.copy()
     for line in lines:
-        if not after.take(line):
+        if not after.apply(line):
             raise ValueError(f"{line[:200]!r}: does not follow")
     after.count = before.count + len(lines)
     path = path_of(directory)

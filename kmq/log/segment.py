@@ -32,7 +32,7 @@ _LOCAL = ("local_retention_age", "local_retention_bytes")
 LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup", "delete_retention", *_OF_GATEWAY, "tier", *_LOCAL)
 
 
-KEPT = ".kept"  # suffix of a copy that is not in force yet
+COPY_SUFFIX = ".kept"  # suffix of a copy that is not in force yet
 _NAME = re.compile(r"([0-9]{20})\.log(\.kept)?")
 
 
@@ -53,7 +53,7 @@ def is_being_swapped(log_path: str) -> bool:
 
 
 def index_path(log_path: str) -> str:
-    return log_path.removesuffix(KEPT).removesuffix(".log") + ".idx"
+    return log_path.removesuffix(COPY_SUFFIX).removesuffix(".log") + ".idx"
 
 
 def listing(directory: str) -> list[tuple[int, str]]:
@@ -67,8 +67,8 @@ def listing(directory: str) -> list[tuple[int, str]]:
 
 def look(directory: str) -> tuple[list[tuple[int, str]], bool]:
     """Return what `listing` returns, and whether the partition has a file `tier` (rows.py)."""
-    found, kept, has_tier = _found(directory)
-    return [*(each for each in kept if each < found[0]), *found] if kept and found else kept or found, has_tier
+    found, copies, has_tier = _found(directory)
+    return [*(each for each in copies if each < found[0]), *found] if copies and found else copies or found, has_tier
 
 
 def copies(directory: str) -> list[str]:
@@ -84,8 +84,8 @@ def _found(directory: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]
         return [], [], False
     matches = list(filter(None, map(_NAME.fullmatch, names)))
     found = sorted((int(match[1]), f"{directory}/{match[0]}") for match in matches if not match[2])
-    kept = sorted((int(match[1]), f"{directory}/{match[0]}") for match in matches if match[2])
-    return found, kept, FILE in names
+    copies = sorted((int(match[1]), f"{directory}/{match[0]}") for match in matches if match[2])
+    return found, copies, FILE in names
 
 
 class Segment:
@@ -375,8 +375,8 @@ def within(lines: bytes, low: int, high: int) -> bytes:
     """Return the lines with seqs low…high. `lines` must be whole and in order of seq."""
     if not lines or (record.seq_of(lines) >= low and record.seq_of(last_line(lines)) <= high):
         return lines
-    kept = [line for line in lines.split(b"\n")[:-1] if low <= record.seq_of(line) <= high]
-    return b"\n".join(kept) + b"\n" if kept else b""
+    inside = [line for line in lines.split(b"\n")[:-1] if low <= record.seq_of(line) <= high]
+    return b"\n".join(inside) + b"\n" if inside else b""
 
 
 def start_of(lines: bytes, seq: int, low: tuple[int, int], high: tuple[int, int]) -> int:
@@ -408,9 +408,9 @@ def first_at(lines: list[bytes], target: int, field: int) -> int | None:
         parsed = record.parse_stored(lines[at])
         return parsed[field] if parsed else -1
 
-    kept = [at for at, line in enumerate(lines) if line]
-    first = bisect_left(kept, target, key=stamp)
-    return kept[first] if first < len(kept) else None
+    present = [at for at, line in enumerate(lines) if line]
+    first = bisect_left(present, target, key=stamp)
+    return present[first] if first < len(present) else None
 
 
 def count_lines(fd: int, position: int, end: int) -> int:

@@ -308,13 +308,13 @@ def apply(own: dict[str, str], changes: dict[str, str]) -> None:
 
 
 def limits_to_be(
-    data: str, topic: str, own: dict[str, str], asked: Sequence[TopicRequest] | None = None
+    data: str, topic: str, own: dict[str, str], requests: Sequence[TopicRequest] | None = None
 ) -> dict[str, str]:
     """Return a topic's own limits as they will be once the router has carried out all requests.
 
-    `asked`: what `waiting` has returned, or those of this topic; without it they are read now.
+    `requests`: what `waiting` has returned, or those of this topic; without it they are read now.
     """
-    for request in waiting(data) if asked is None else asked:
+    for request in waiting(data) if requests is None else requests:
         if request.verb == SET and request.topic == topic:
             apply(own, request.limits)
     return own

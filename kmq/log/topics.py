@@ -133,9 +133,9 @@ def _growth_lines(partitions: int, from_seq: int | None, grown: Growth) -> list[
 
 def with_growth(text: str, topic: Topic) -> str:
     """Return the text of a topic.toml with other partitions and growth. All other lines stay as they are."""
-    kept = [line for line in text.splitlines() if not re.match(r"\s*(partitions|from_seq|grown|grown_crc32)\s*=", line)]
+    rest = [line for line in text.splitlines() if not re.match(r"\s*(partitions|from_seq|grown|grown_crc32)\s*=", line)]
     first = Declaration(topic.partitions, topic.from_seq, None, topic.grown).lines()
-    return "\n".join([*first, *kept]) + "\n"
+    return "\n".join([*first, *rest]) + "\n"
 
 
 def _limit_line(name: str, value: str) -> str:
@@ -268,7 +268,7 @@ def is_compacted(data: str, name: str) -> bool:
     return read(data, name).limits.get("cleanup") == COMPACT
 
 
-def known_from_seq(data: str, name: str) -> int | None:
+def from_seq_of(data: str, name: str) -> int | None:
     """Return the from_seq of a topic; None while the declaration is pending, and if its file cannot be read."""
     found = read(data, name)
     return None if found.is_guessed else found.from_seq
@@ -280,11 +280,11 @@ def names(data: str) -> list[str]:
     return sorted(name for name in _directories(data) if name not in left and record.is_topic_name(name))
 
 
-def unknown(name: str, known: Iterable[str], noun: str = "topic") -> ConfigError:
-    """Return the error for an unknown topic or group; it suggests the nearest name among `known`."""
+def unknown(name: str, candidates: Iterable[str], noun: str = "topic") -> ConfigError:
+    """Return the error for an unknown topic or group; it suggests the nearest name among `candidates`."""
     import difflib  # for this error alone
 
-    nearest = difflib.get_close_matches(name, known, 1, 0.5)
+    nearest = difflib.get_close_matches(name, candidates, 1, 0.5)
     hint = f"did you mean {nearest[0]}?" if nearest else f"see: kmq {noun}s list"
     return ConfigError(f"{noun} {name!r} does not exist; {hint}")
 
@@ -393,15 +393,15 @@ def check_letters(name: str, limits: Mapping[str, str]) -> None:
         )
 
 
-def check_tier(data: str, name: str, asked: Mapping[str, str], own: Mapping[str, str], in_shard: bool) -> None:
+def check_tier(data: str, name: str, changes: Mapping[str, str], own: Mapping[str, str], in_shard: bool) -> None:
     """Raise ConfigError if old records of a topic cannot go to KMQ_TIER, or would be in a table. `own`: limits to be.
 
     Called when a change is requested; the router refuses a table of rows, too.
     """
-    if asked.get("tier") == "on" and in_shard:
+    if changes.get("tier") == "on" and in_shard:
         raise ConfigError("tier: old records of a shard's topics do not go to KMQ_TIER yet")
     Limits().with_changes({limit: text for limit, text in own.items() if limit in ("tier", "cleanup") and text})
-    if asked.get("cleanup") == COMPACT and has_rows(data, name):
+    if changes.get("cleanup") == COMPACT and has_rows(data, name):
         raise ConfigError(
             "cleanup: not compact while old records lie in KMQ_TIER; set tier=off, and wait until retention has dropped"
             " them or delete them (kmq topics truncate)"

@@ -322,19 +322,19 @@ class Wal:
         last = gone.pop() if is_all and len(gone) == len(sealed) else None
         segment.remove(gone)
         del sealed[: len(gone)]
-        return [*gone, last] if last and self._keep_record_of(last) else gone
+        return [*gone, last] if last and self._shrink_to_record(last) else gone
 
-    def _keep_record_of(self, last: Segment) -> bool:
+    def _shrink_to_record(self, last: Segment) -> bool:
         """Replace the only segment with records by its last record; return False if that is not possible now."""
-        kept = remnant.lay_out(self.data, last, self.last_seq, by_seq=True)
-        if kept is None:
+        copy = remnant.lay_out(self.data, last, self.last_seq, by_seq=True)
+        if copy is None:
             return False
-        for path in remnant.files(kept):
+        for path in remnant.files(copy):
             _sync_path(path)
         sync_directory(self.directory)
         segment.remove([last])
         remnant.settle(self.directory)
-        self._sealed = [kept]
+        self._sealed = [copy]
         return True
 
     def rewrite_after(self, seq: int) -> None:

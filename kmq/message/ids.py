@@ -116,20 +116,20 @@ class KnownProducer:
         return 1
 
     def _print(self, prints: Sequence[int], count: int) -> None:
-        known = self.prints
+        all_prints = self.prints
         if len(prints) == count:
-            known.extend(prints)
+            all_prints.extend(prints)
         else:
-            del known[:]  # `prints` must belong to the last ids without a gap
-        if len(known) >= 2 * PRINTS:
-            del known[:-PRINTS]
+            del all_prints[:]  # `prints` must belong to the last ids without a gap
+        if len(all_prints) >= 2 * PRINTS:
+            del all_prints[:-PRINTS]
 
     def renew(self, number: int, seq: int, print: int) -> None:
         """Remember that id `number`, at most the last one, is stored as `seq` now: its older record was deleted."""
-        known = self.find(number)
-        if known > 0:
+        index = self.find(number)
+        if index > 0:
             self._cut_run(bisect_right(self.ids, number) - 1, number)
-        elif known == 0:
+        elif index == 0:
             self._cut_range(bisect_right(self.firsts, number) - 1, number)
         else:
             del self.prints[:]  # they are counted by the known ids

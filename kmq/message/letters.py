@@ -52,7 +52,7 @@ def format_letter(message: Message, dlq: str, failure: Failure, max_payload: int
     """Return the line of a dead letter. `max_payload`: cut the payload to so many bytes."""
     _, _, _, ts, field, payload = record.fields(message.line)
     _, semicolon, headers = field.partition(b";")
-    kept = _OLD.sub(b"", semicolon + headers)
+    others = _OLD.sub(b"", semicolon + headers)
     values = (
         message.topic,
         message.partition,
@@ -70,7 +70,7 @@ def format_letter(message: Message, dlq: str, failure: Failure, max_payload: int
     else:
         values_of_cut = b""
     own = "".join(f";{name}={percent_encode(str(value))}" for name, value in zip(LETTER_HEADERS, values, strict=True))
-    id = letter_id(message, failure.group).encode() + kept + values_of_cut + own.encode()
+    id = letter_id(message, failure.group).encode() + others + values_of_cut + own.encode()
     return b"%b|%b|%b|%b\n" % (make_routing_key(dlq, message.key), ts, id, payload)
 
 

@@ -97,8 +97,8 @@ class Quarantine:
         os.makedirs(self._path, exist_ok=True)
         with open(path, "rb") as file:
             file.seek(begin)
-            kept = file.read(end - begin)
-        replace_file(f"{self._path}/{self.flat(path)}.{begin}", kept)
+            content = file.read(end - begin)
+        replace_file(f"{self._path}/{self.flat(path)}.{begin}", content)
 
     def name_lost(self, path: str, byte: int, seqs: list[SeqRange], count: int | None = None) -> None:
         """Name lost seqs in quarantine/log; a repeated call adds nothing.

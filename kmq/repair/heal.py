@@ -67,15 +67,15 @@ class WalHealer:
         self.directory, self.rewriter, self.data = directory, rewriter, directory.data
         self._unwitnessed: list[int] = []  # seqs of the current segment that no other copy or crc confirms
 
-    def heal(self, known: int) -> None:
-        """Rewrite each segment that is damaged or not indexed. `known`: the last seq in any other file."""
+    def heal(self, end: int) -> None:
+        """Rewrite each segment that is damaged or not indexed. `end`: the last seq in any other file."""
         log = self.directory.wal()
-        if not log.segments() and known:
+        if not log.segments() and end:
             replace_file(f"{self.data}/append/{segment.name(self._oldest())}", b"")
         scans = self.rewriter.scans(log)
         for number, scan in enumerate(scans):
             is_last = number + 1 == len(scans)
-            until = max(known, scan.first - 1) if is_last else scans[number + 1].first - 1
+            until = max(end, scan.first - 1) if is_last else scans[number + 1].first - 1
             patches = self._patches(scan, until)
             if patches or scan.wrong or scan.unindexed:
                 self._unwitnessed = []
@@ -365,18 +365,18 @@ class QueueHealer:
         compacted = b"\n" if topics.is_compacted(self.data, self.topic.name) else None
         candidates = {**doubtful, **records}
         in_order = ((seq, candidates[seq]) for seq in sorted(candidates))
-        known = records | confirmed_lines(patch.blocks, patch.position, in_order)
+        readable = records | confirmed_lines(patch.blocks, patch.position, in_order)
         count = patch.records or 0
-        lost = count - len(known)
+        lost = count - len(readable)
         slots: list[Line] = []
         for block in patch.blocks:
             for line in scan.read(block).split(b"\n")[:-1]:
                 stamp = record.parse_stored(line)
                 seq = stamp[0] if stamp else 0
-                slots.append(Line(seq, known.get(seq) or (None if line else compacted)))
+                slots.append(Line(seq, readable.get(seq) or (None if line else compacted)))
         filled = sum(text is not None and text != b"\n" for _, text in slots)
         if len(slots) != count or filled != count - lost:
-            slots = [*[Line(0, None)] * lost, *(Line(seq, text) for seq, text in sorted(known.items()))]
+            slots = [*[Line(0, None)] * lost, *(Line(seq, text) for seq, text in sorted(readable.items()))]
         yield from slots
 
     def _end(self, patch: Patch, seqs: list[int], lines: Records) -> list[int]:
@@ -449,7 +449,7 @@ def _settle(rewriter: Rewriter, progress: Callable[[int], None]) -> bool:
     for difference in compared.differences(checkpoint.routed_seq(rewriter.data)):
         found[difference.topic, difference.partition].append(difference)
     misplaced, lost = list[Difference](), list[Difference]()
-    kept: list[Difference] = []
+    differing: list[Difference] = []
     for at, differences in found.items():
         log = reader.local(rewriter.data, *at)
         in_doubt = [each for each in differences if each.kind in ("altered", "foreign")]
@@ -457,14 +457,14 @@ def _settle(rewriter: Rewriter, progress: Callable[[int], None]) -> bool:
         if 2 * len(in_doubt) > stop - begin - gaps.count(log.gaps(), begin, stop):
             _set_aside(rewriter, at)
             continue
-        kept += in_doubt
+        differing += in_doubt
         misplaced += [each for each in differences if each.kind == "misplaced"]
         if at not in compared.damaged:
             lost += [each for each in differences if each.kind == "lost"]
-    if kept or misplaced or lost:
-        _refuse_in_shard(rewriter.data, [*kept, *misplaced, *lost])
-    if kept:
-        _keep_both(rewriter, kept)
+    if differing or misplaced or lost:
+        _refuse_in_shard(rewriter.data, [*differing, *misplaced, *lost])
+    if differing:
+        _keep_both(rewriter, differing)
     placed, copied = _keep_place(rewriter, misplaced)
     _send_again(rewriter, [each for each in lost if each.seq not in placed], copied)
     return bool(found)
@@ -520,7 +520,7 @@ def _keep_place(rewriter: Rewriter, differences: list[Difference]) -> tuple[set[
     wal_log, table = reader.wal(rewriter.data), topics.table(rewriter.data)
     queue_edits, wal_edits = _Edits(list), _Edits(list)
     doubled: defaultdict[At, list[Difference]] = defaultdict(list)
-    placed, kept, copied = defaultdict[At, list[int]](list), set[int](), set[int]()
+    placed, settled, copied = defaultdict[At, list[int]](list), set[int](), set[int]()
     for difference in differences:
         seq, _, topic, partition, _ = difference
         at = topic, partition
@@ -528,13 +528,13 @@ def _keep_place(rewriter: Rewriter, differences: list[Difference]) -> tuple[set[
         assert queued is not None and logged is not None  # they were compared
         line = _marked(queued.line, topic, partition)
         is_theirs = _queue_of(table, line) == at and record.routing_key_of(queued.line).startswith(topic.encode())
-        if seq in kept or not is_theirs or _is_in_its_queue(rewriter.data, queued.line):
+        if seq in settled or not is_theirs or _is_in_its_queue(rewriter.data, queued.line):
             doubled[at].append(difference)
         else:
             queue_edits[queued.path].append((queued, line + b"\n"))
             wal_edits[logged.path].append((logged, line + b"\n"))
             placed[at].append(seq)
-            kept.add(seq)
+            settled.add(seq)
     _edit(rewriter, queue_edits)  # before the WAL: see the head of the module
     _edit(rewriter, wal_edits)
     for at, seqs in placed.items():
@@ -542,7 +542,7 @@ def _keep_place(rewriter: Rewriter, differences: list[Difference]) -> tuple[set[
         rewriter.report(directory_of(rewriter.data, *at), what)
     for at, extra in doubled.items():
         copied |= _remove_doubles(rewriter, at, extra)
-    return kept, copied
+    return settled, copied
 
 
 def _remove_doubles(rewriter: Rewriter, at: At, doubled: list[Difference]) -> set[int]:

@@ -81,8 +81,8 @@ class Rewriter:
 
     def forget(self, path: str = "") -> None:
         """Drop the scan of a segment that changed, or all scans."""
-        for known in [path] if path else [*self._scans]:
-            self._scans.pop(known, None)
+        for each in [path] if path else [*self._scans]:
+            self._scans.pop(each, None)
 
     def rewrite(self, scan: Scan, patches: list[Patch], lines: Lines, unwitnessed: Sequence[int] = ()) -> None:
         """Apply the patches to a segment and rebuild its index. `unwitnessed`: seqs kept without any confirmation."""

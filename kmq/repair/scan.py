@@ -112,31 +112,31 @@ def _entries(segment: SegmentReader) -> tuple[list[tuple[int, IndexEntry]], list
     """Return ((byte, entry) of the index lines in force, in order; (byte, what) of the wrong lines)."""
     with open(segment.index.path, "rb") if segment.index.fd >= 0 else open(os.devnull, "rb") as file:
         text = file.read()
-    kept: list[tuple[int, IndexEntry]] = []
+    entries: list[tuple[int, IndexEntry]] = []
     wrong: list[tuple[int, str]] = []
     byte = segment.index.begin
     for line in text[byte : text.rfind(b"\n") + 1].split(b"\n")[:-1]:
         entry = parse_line(line)
         if entry is None:
             wrong.append((byte, "not an index line"))
-        elif not kept or _follows(kept[-1][1], entry):
-            _append_entry(kept, byte, entry)
+        elif not entries or _follows(entries[-1][1], entry):
+            _append_entry(entries, byte, entry)
         # One of the two lines is damaged: the one that does not fit between its neighbours.
-        elif len(kept) == 1 or _follows(kept[-2][1], entry):
-            wrong.append((kept.pop()[0], "does not fit between its neighbours"))
-            _append_entry(kept, byte, entry)
+        elif len(entries) == 1 or _follows(entries[-2][1], entry):
+            wrong.append((entries.pop()[0], "does not fit between its neighbours"))
+            _append_entry(entries, byte, entry)
         else:
             wrong.append((byte, "does not follow from the line before it"))
         byte += len(line) + 1
     if text[byte:].strip(b"0123456789.|"):  # digits only: the line is being written, or a kill has torn it
         wrong.append((byte, "not an index line"))
-    return kept, wrong
+    return entries, wrong
 
 
-def _append_entry(kept: list[tuple[int, IndexEntry]], byte: int, entry: IndexEntry) -> None:
-    if kept and kept[-1][1].offset == entry.offset:
-        kept.pop()  # provisional
-    kept.append((byte, entry))
+def _append_entry(entries: list[tuple[int, IndexEntry]], byte: int, entry: IndexEntry) -> None:
+    if entries and entries[-1][1].offset == entry.offset:
+        entries.pop()  # provisional
+    entries.append((byte, entry))
 
 
 DAMAGED_LABEL = "its first line, which says whose it is, is damaged"
@@ -324,10 +324,10 @@ def confirmed_lines(
     `lines` are the (seq, line) from byte `position` on, as far as they are known; a line is None where it is not.
     """
     confirmed: Records = {}
-    known = list(lines)
+    all_lines = list(lines)
     for block in blocks:
         at, crc, inside = position, 0, Records()
-        for seq, line in known:
+        for seq, line in all_lines:
             if line is None:
                 break
             if block.position <= at < block.end:

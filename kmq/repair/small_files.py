@@ -215,7 +215,7 @@ def _move_away(rewriter: Rewriter, name: str) -> None:
     rewriter.report(f"{rewriter.data}/topics/{topics.printable(name)}", f"set aside in {QUARANTINE}/")
 
 
-def _topic(rewriter: Rewriter, name: str, known: Since | None, had: int) -> None:
+def _topic(rewriter: Rewriter, name: str, since_ckpt: Since | None, had: int) -> None:
     """Rewrite a declaration from the partitions, the checkpoint, its records, and its own readable lines.
 
     `had`: the partitions in the checkpoint. Partitions that are missing are made, to be filled from the WAL.
@@ -229,16 +229,16 @@ def _topic(rewriter: Rewriter, name: str, known: Since | None, had: int) -> None
     for number in range(partitions):
         os.makedirs(f"{rewriter.data}/topics/{name}/{number}", exist_ok=True)
     line = re.search(r"(?m)^from_seq = (\d+)\n", text)
-    since = known.from_seq if known else int(line[1]) if line else _first_seq(rewriter.data, name, partitions)
+    since = since_ckpt.from_seq if since_ckpt else int(line[1]) if line else _first_seq(rewriter.data, name, partitions)
     record = checkpoint.recorded_topics(rewriter.data).get((name, since))
     if record:
         limits = record.limits
     else:
         limits = dict(re.findall(rf'(?m)^({"|".join(LIMITS)}) = "?([\w ]+?)"?$', text))
-    grown = _growth(text, partitions, known.grown if known else ())
-    if record and not known and record.partitions == partitions:
+    grown = _growth(text, partitions, since_ckpt.grown if since_ckpt else ())
+    if record and not since_ckpt and record.partitions == partitions:
         grown = record.grown
-    has = record or known
+    has = record or since_ckpt
     partitioner = has.partitioner if has else _partitioner_of(rewriter.data, name, text, partitions, grown)
     replace_file(path, topics.Declaration(partitions, since, limits, grown, partitioner.name).text())
     rewriter.report(path, f"partitions = {partitions}, from_seq = {since}")
@@ -315,15 +315,15 @@ def _is_gap(logs: list[reader.LogReader], first: int, last: int) -> bool:
     return min(after, default=last + 1) == last + 1 and (first == 1 or min(before, default=0) == first - 1)
 
 
-def _growth(text: str, partitions: int, known: Growth) -> Growth:
-    """Return how a topic has grown: as its file says, unless that contradicts the checkpoint (`known`)."""
+def _growth(text: str, partitions: int, before: Growth) -> Growth:
+    """Return how a topic has grown: as its file says, unless that contradicts the checkpoint (`before`)."""
     line = re.search(r'(?m)^grown = "(.+)"$', text)
     try:
         found = topics.decode_growth(line[1]) if line else ()
     except ValueError:
-        return known
-    is_longer = list(found[: len(known)]) == list(known) and found[-1:] and found[-1][1] < partitions
-    return found if is_longer else known
+        return before
+    is_longer = list(found[: len(before)]) == list(before) and found[-1:] and found[-1][1] < partitions
+    return found if is_longer else before
 
 
 def _lineage(stated: str, own_id: str, labels: Counter[str]) -> str:

@@ -122,8 +122,8 @@ class DirectoryLogs:
             end = record.seq_of(wal.last_line(text)) + 1 if log.by_seq else first + text.count(b"\n")
         if end > wanted.next:
             end = wanted.next
-            kept = text.split(b"\n", end - first)[: end - first] if not log.by_seq else ()
-            text = within(text, first, end - 1) if log.by_seq else b"".join(line + b"\n" for line in kept)
+            records = text.split(b"\n", end - first)[: end - first] if not log.by_seq else ()
+            text = within(text, first, end - 1) if log.by_seq else b"".join(line + b"\n" for line in records)
         return LogRange(wanted.log, first, end, zlib.crc32(text))
 
 

@@ -43,9 +43,9 @@ def look(data: str, shard: str) -> DirectoryState:
     if match is not None:
         return DirectoryState(f"{match[1]} it was interrupted, and goes on", (match[1], match[2]))
     files = ReplicaFiles(data, shard)
-    end, known = wal.last_stored(data)[0], committed.shown_seq(data)
+    end, shown = wal.last_stored(data)[0], committed.shown_seq(data)
     text = f"replica {files.identity.id} of the shard {shard}: records up to seq {end}"
-    text += f", of which {end - known} are not known to be committed" if end > known else ", all committed"
+    text += f", of which {end - shown} are not known to be committed" if end > shown else ", all committed"
     promised = files.promised
     if promised is None:
         return DirectoryState(f"{text}; it was never let in")

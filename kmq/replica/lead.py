@@ -106,16 +106,16 @@ class FollowerLink:
             self._took += now - sent_at
             self._count += 1
 
-    def ack_delay(self, now: float, known: float) -> float | None:
+    def ack_delay(self, now: float, before: float) -> float | None:
         """Return the mean seconds from sending a block to its confirmation, since the last call; None: no news.
 
-        A block that still waits counts once it has waited longer than `known`.
+        A block that still waits counts once it has waited longer than `before`.
         """
         waits = now - self._on_the_way[0][2] if self._on_the_way else 0.0
         took = self._took / self._count if self._count else None
         self._took, self._count = 0.0, 0
         if took is None:
-            return waits if waits > known else None
+            return waits if waits > before else None
         return max(took, waits)
 
 

@@ -491,10 +491,10 @@ class Replica:
             elif other is not None and self._work.stands() and self._clock() - self._resigned >= 2 * self._lag_s:
                 self._resigned = self._clock()
                 yield from self._elect(view, other, "what its leader has numbered is not committed")
-            elif register.level < (known := view.known_level) and (
-                yield from write(self.keys, view, register.raised(known))
+            elif register.level < (level := view.known_level) and (
+                yield from write(self.keys, view, register.raised(level))
             ):
-                self.log.info("replica_level", was=register.level, now=known)
+                self.log.info("replica_level", was=register.level, now=level)
         elif register.leader and not view.is_alive(register.leader) and self._has_waited():
             yield from self._elect(view, view.successor(), "its leader is gone")
 

@@ -390,7 +390,7 @@ def resign(keys: ShardKeys, broker: str) -> Steps[str | None]:
 
 
 def await_open(keys: ShardKeys, broker: str, patience_s: float) -> Steps[str]:
-    """Return the broker that leads with open doors, once it is another one than `broker`.
+    """Return the leader with open doors, once that is no longer `broker`.
 
     Raises RetryError if that takes longer than `patience_s`, or if `broker` leads again.
     """

@@ -129,11 +129,11 @@ class Declarations:
             "topic_mended", topic=topic.name, partitions=topic.partitions, from_seq=topic.from_seq
         )
 
-    def _write_again(self, topic: Topic, known: checkpoint.RecordedTopics) -> None:
+    def _write_again(self, topic: Topic, recorded: checkpoint.RecordedTopics) -> None:
         """Write the file of a topic again. Keep its limits; if it cannot be read, take the limits from the records."""
         data, name = self._context.data, topic.name
         declared = topics.read(data, name)
-        record = known.get((name, topic.from_seq)) if declared.is_guessed else None
+        record = recorded.get((name, topic.from_seq)) if declared.is_guessed else None
         limits = record.limits if record else {} if declared.is_guessed else declared.limits
         declared = topics.Declaration.of(topic, limits)
         self._context.replace(topics.toml_path(data, name), declared.text())
@@ -148,8 +148,8 @@ class Declarations:
         file with an earlier from_seq whose topic is not in the checkpoint was written by hand.
         """
         topics.check_names(self._context.data)
-        known = checkpoint.recorded_topics(self._context.data)
-        since, in_checkpoint = checkpoint.complete(self._context.data, rows, since, known), since
+        recorded = checkpoint.recorded_topics(self._context.data)
+        since, in_checkpoint = checkpoint.complete(self._context.data, rows, since, recorded), since
         found: dict[str, Topic] = {}
         guessed: set[str] = set()
         for name in topics.names(self._context.data):
@@ -168,7 +168,7 @@ class Declarations:
         blank = [topic for topic in found.values() if self._is_blank(topic.name)]
         for topic in blank:  # a kill or a power cut prevented the write of its text
             make_directory(f"{self._context.data}/topics/{topic.name}")
-            self._write_again(topic, known)
+            self._write_again(topic, recorded)
         for topic in found.values():
             if topic.grown:  # a kill may have prevented this
                 topics.drop_single_link(self._context.data, topic)
@@ -204,19 +204,19 @@ class Declarations:
         counts = Counter(name for name, _ in rows)
         for name in [name for name in found if name in since]:
             topic = found[name]
-            known = Topic(name, counts[name] or topic.partitions, since[name].from_seq, (), *since[name][1:])
-            is_same = topic.from_seq == known.from_seq and topic.partitioner == known.partitioner
-            is_same &= topic.partitions == known.partitions and list(topic.grown) == list(known.grown)
-            if name in guessed or not (is_same or topics.has_grown(known, topic)):
-                found[name] = known  # a wrong number of partitions would route keys to other queues
-                self._mend(known)
+            recorded = Topic(name, counts[name] or topic.partitions, since[name].from_seq, (), *since[name][1:])
+            is_same = topic.from_seq == recorded.from_seq and topic.partitioner == recorded.partitioner
+            is_same &= topic.partitions == recorded.partitions and list(topic.grown) == list(recorded.grown)
+            if name in guessed or not (is_same or topics.has_grown(recorded, topic)):
+                found[name] = recorded  # a wrong number of partitions would route keys to other queues
+                self._mend(recorded)
 
     def _restore_missing(self, found: dict[str, Topic], rows: checkpoint.Rows, since: dict[str, Since]) -> None:
         for name, partition in rows:
             if name not in found:
                 self._context.logger.warn("topic_missing", topic=name, effect="it is rebuilt from the WAL")
-                known = since.get(name, Since(1, (), CRC32))
-                found[name] = Topic(name, 1, known.from_seq, (), known.grown, known.partitioner)
+                recorded = since.get(name, Since(1, (), CRC32))
+                found[name] = Topic(name, 1, recorded.from_seq, (), recorded.grown, recorded.partitioner)
             found[name].partitions = max(found[name].partitions, partition + 1)
 
 

@@ -1,4 +1,4 @@
-"""`kmq tier fork`: continues with a data directory that was put back from an older copy, and gives no number out twice.
+"""`kmq tier fork`: continues with a data directory that was put back from an older copy, and assigns no number twice.
 
     data/forking        id=<hex> of=<hex> last=20 next=1000000021 offset=1000000010 starts=1012 ts=1795276288.490144
 

@@ -30,7 +30,7 @@ from kmq.log import compaction, remnant, segment, topic_changes
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
 from kmq.log.partition import PartitionLog, PartitionState, directory_of
-from kmq.log.remnant import Kept
+from kmq.log.remnant import Remnant
 from kmq.log.segment import COMPACT, Limits, Segment
 from kmq.logfmt import Logger
 from kmq.message import record
@@ -71,7 +71,7 @@ class Retention:
         self._tiering = tiering
         self.rolled_at = -ROLL_NS  # when `roll_over` ran last
         self._left: list[tuple[str, int]] = []  # logs that `roll_over` has not looked at yet
-        self._postponed, self._told_postponed = 0, False  # logs that `roll_over` had no room to seal
+        self._postponed, self._has_reported = 0, False  # logs that `roll_over` had no room to seal
         self._owed: dict[PartitionLog, _Owed] = {}  # start offsets to be moved
         self._tried_again_at = 0  # when postponed moves were tried last
 
@@ -111,10 +111,10 @@ class Retention:
                 rolled += 1
         if self._left:
             return
-        if self._postponed and not self._told_postponed:
+        if self._postponed and not self._has_reported:
             effect = "retention waits until the roll succeeds"
             self._context.logger.warn("roll_postponed", queues=self._postponed, reason="no room", effect=effect)
-        self._told_postponed = bool(self._postponed)
+        self._has_reported = bool(self._postponed)
         self.rolled_at = time.monotonic_ns() - ROLL_NS * bool(self._postponed)
 
     def _written_at(self, topic: str, partition: int, state: PartitionState) -> int:
@@ -145,7 +145,7 @@ class Retention:
         Begins a checkpoint. The segments are deleted once it is on disk.
         """
         # A checkpoint begun now would have copies beside their originals.
-        if self._checkpoints.is_busy or self._checkpoints.kept:
+        if self._checkpoints.is_busy or self._checkpoints.remnants:
             return False
         gone: list[Segment] = []
         now_s = self._context.now_s()
@@ -165,17 +165,17 @@ class Retention:
     def _retire_all(self, state: PartitionState) -> list[Segment]:
         """Retire all segments of a log, but keep its last record, because it says where the log ends."""
         last, first = state.sealed[-1], state.sealed_ends()[-1] - 1
-        kept = remnant.lay_out(self._context.data, last, first, by_seq=False) if last.first < first else None
-        gone = state.retire(len(state.sealed) - (kept is None))
-        if kept is not None:
-            self._keep(state, Kept(kept))
+        copy = remnant.lay_out(self._context.data, last, first, by_seq=False) if last.first < first else None
+        gone = state.retire(len(state.sealed) - (copy is None))
+        if copy is not None:
+            self._prepend(state, Remnant(copy))
         return gone
 
-    def _keep(self, state: PartitionState, kept: Kept) -> None:
+    def _prepend(self, state: PartitionState, copy: Remnant) -> None:
         """Make a log begin with a copy. The next checkpoint gives the copy its final name."""
-        state.keep(kept.segment)
-        self._checkpoints.kept.append(kept)
-        self._checkpoints.dirty += remnant.files(kept.segment)
+        state.prepend(copy.segment)
+        self._checkpoints.remnants.append(copy)
+        self._checkpoints.dirty += remnant.files(copy.segment)
 
     # --- start offsets -----------------------------------------------------------------------------------------------
 
@@ -235,10 +235,10 @@ class Retention:
         """
         state = log.state
         whole = sum(end <= offset for end in state.sealed_ends())
-        kept = None
+        copy = None
         if whole < len(state.sealed) and state.sealed[whole].first < offset:
             try:
-                kept = remnant.lay_out_rest(state.sealed[whole], offset, self._has_room)
+                copy = remnant.lay_out_rest(state.sealed[whole], offset, self._has_room)
             except DamageError as err:
                 self._context.logger.error("damaged", file=err.path, reason=err)
                 self._context.damaged(err)
@@ -246,19 +246,19 @@ class Retention:
                 if err.errno not in FULL:
                     raise
                 self._postpone(log, "no room for a copy of the rest of a segment")
-        gone = state.retire(whole + (kept is not None))
-        if kept is not None:
-            self._keep(state, kept)
+        gone = state.retire(whole + (copy is not None))
+        if copy is not None:
+            self._prepend(state, copy)
         return gone
 
     def _has_room(self, nbytes: int) -> bool:
         """Return True if there is room for a copy, besides the copies that the same checkpoint completes."""
-        return self._context.has_room(nbytes + sum(kept.segment.size for kept in self._checkpoints.kept))
+        return self._context.has_room(nbytes + sum(each.segment.size for each in self._checkpoints.remnants))
 
     def _postpone(self, log: PartitionLog, why: str) -> None:
-        offset, is_told = self._owed[log]
+        offset, is_reported = self._owed[log]
         self._owed[log] = _Owed(offset, is_postponed=True)
-        if not is_told:
+        if not is_reported:
             effect = "only whole segments are deleted; the rest when there is room"
             names = {"topic": log.topic, "partition": log.number, "offset": offset}
             self._context.logger.warn("start_postponed", **names, reason=why, effect=effect)
@@ -299,7 +299,7 @@ def install_compacted(context: Context, in_force: TopicsInForce, logs: Partition
 
 
 def _discard(context: Context, sealed: compaction.Sealed, why: str) -> None:
-    context.logger.warn("compacted_discarded", file=sealed.place(context.data), reason=why)
+    context.logger.warn("compacted_discarded", file=sealed.outbox_path(context.data), reason=why)
     compaction.discard(context.data, sealed)
 
 

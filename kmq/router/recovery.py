@@ -31,7 +31,7 @@ from kmq.log.gaps import Gaps
 from kmq.log.index import IndexWriter
 from kmq.log.partition import PartitionLog, PartitionPlace, PartitionState, directory_of
 from kmq.log.partition_recovery import MissingRange, Remains, WalRange, find_gaps, fits, recover
-from kmq.log.remnant import Kept
+from kmq.log.remnant import Remnant
 from kmq.log.segment import Segment
 from kmq.log.topics import Since
 from kmq.message import record
@@ -58,7 +58,9 @@ class Checkpoints:
         # The writer's thread only waits for room: making room changes the logs, which belong to the routing thread.
         self.writer = checkpoint.Checkpointer(context.data, context.wait_outside, context.logger)
         self.dirty: list[str] = []  # files repaired or made since the last checkpoint, besides those in `logs.unsynced`
-        self.kept: list[Kept] = []  # copies of the ends of segments; the next checkpoint replaces the segments by them
+        self.remnants: list[
+            Remnant
+        ] = []  # copies of the ends of segments; the next checkpoint replaces the segments by them
         self.started_at = time.monotonic_ns()
         self._bytes_then = 0
 
@@ -85,9 +87,9 @@ class Checkpoints:
             self.dirty.append(os.path.realpath(f"{self._context.data}/append.log"))
         made = (topic for name, topic in self._in_force.table.items() if name not in self._sorter.newcomers)
         content = checkpoint.text(self._sorter.routed_seq, self._logs.states, made)
-        self.writer.start(content, self.dirty, list(retired), self.kept)
+        self.writer.start(content, self.dirty, list(retired), self.remnants)
         self._logs.unsynced.clear()
-        self.dirty, self.kept = [], []
+        self.dirty, self.remnants = [], []
         self.started_at, self._bytes_then = time.monotonic_ns(), self._sorter.routed_bytes
 
     def finish(self) -> None:
@@ -98,14 +100,14 @@ class Checkpoints:
         """Drop the files of a topic from those to sync, because they are about to be deleted."""
         directory = f"{self._context.data}/topics/{topic.name}/"
         self.dirty = [path for path in self.dirty if not path.startswith(directory)]
-        self.kept = [kept for kept in self.kept if not kept.segment.path.startswith(directory)]
+        self.remnants = [each for each in self.remnants if not each.segment.path.startswith(directory)]
 
 
 # --- recovery --------------------------------------------------------------------------------------------------------
 
 
-class KnownPartition(namedtuple("KnownPartition", ("topic", "number", "known", "gaps", "floor"), defaults=((), None))):
-    """A partition, what the checkpoint says of it (`known`), and its gaps.
+class CheckpointRow(namedtuple("CheckpointRow", ("topic", "number", "ckpt", "gaps", "floor"), defaults=((), None))):
+    """A partition, what the checkpoint says of it (`ckpt`), and its gaps.
 
     `floor`: the state after its rows in the tier, below which nothing is rebuilt; None without rows.
     """
@@ -145,8 +147,8 @@ class Recovery:
         for topic in self._declarations.load(rows, since, seq):
             for number in range(topic.partitions):
                 floor = tiering.floor(self._tiering.load(topic, number))
-                known = rows.get((topic.name, number)) or floor or self._in_force.first_state(topic.name, number)
-                needed = self._examine(KnownPartition(topic, number, known, floor=floor), wal_range)
+                ckpt = rows.get((topic.name, number)) or floor or self._in_force.first_state(topic.name, number)
+                needed = self._examine(CheckpointRow(topic, number, ckpt, floor=floor), wal_range)
                 replay_from = replay_from if needed is None else min(replay_from, needed)
             self._context.check()
         routed = max((state.last_seq for state in self._logs.states.values()), default=0)
@@ -165,22 +167,22 @@ class Recovery:
             self._context.logger.warn("checkpoint_unreadable", reason=err, effect=effect)
             return 0, {}, {}
 
-    def _examine(self, row: KnownPartition, wal_range: WalRange) -> int | None:
+    def _examine(self, row: CheckpointRow, wal_range: WalRange) -> int | None:
         """Find the state of one log; return the seq from which it needs a replay, or None."""
         topic, number = row.topic, row.number
         directory = directory_of(self._context.data, topic.name, number)
         # Without a checkpoint nothing says that a segment was deleted: the rows are copies of what is there.
-        segments = _settle(directory, 0 if row.known is row.floor else row.known.start)
+        segments = _settle(directory, 0 if row.ckpt is row.floor else row.ckpt.start)
         row = row._replace(gaps=self._gaps_of(row, segments))
         segments = _without_emptied(segments, row.gaps)
-        was_there, is_changed = bool(segments), not fits(segments, row.known)
-        state, needed = PartitionState(*row.known.values()), None
+        was_there, is_changed = bool(segments), not fits(segments, row.ckpt)
+        state, needed = PartitionState(*row.ckpt.values()), None
         if is_changed:
             state, needed = self._mend(row, segments, wal_range)
             segments = segment.survey(directory)
         if segments:
             state.set_segments(segments)
-        state.gaps = row.gaps or state.gaps or row.known.gaps
+        state.gaps = row.gaps or state.gaps or row.ckpt.gaps
         if row.gaps and segments:
             state.start = segments[0].first
         self._logs.states[topic.name, number] = state
@@ -191,7 +193,7 @@ class Recovery:
             self._logs.restore(self._logs.log_of(topic, number))
         return needed
 
-    def _gaps_of(self, row: KnownPartition, segments: list[Segment]) -> Gaps:
+    def _gaps_of(self, row: CheckpointRow, segments: list[Segment]) -> Gaps:
         """Return the gaps of a log; make a lost `tier` again."""
         directory = directory_of(self._context.data, row.topic.name, row.number)
         found, is_lost = find_gaps(directory, segments, self._in_force.forks_of(row.topic.name))
@@ -204,7 +206,7 @@ class Recovery:
     # --- a log that differs from the checkpoint ----------------------------------------------------------------------
 
     def _mend(
-        self, row: KnownPartition, segments: list[Segment], wal_range: WalRange
+        self, row: CheckpointRow, segments: list[Segment], wal_range: WalRange
     ) -> tuple[PartitionState, int | None]:
         """Cut torn ends. Where records before a whole segment are missing, write them from the WAL.
 
@@ -212,18 +214,18 @@ class Recovery:
         """
         for part in segments:
             reader.check_place(part.path, part.first, by_seq=False)
-        known = row.known
+        ckpt = row.ckpt
         # Without a checkpoint: the first records are missing because retention deleted them, or because they were lost.
         # The WAL may still have them.
-        may_begin = known.last_seq or not segments or wal_range.first <= row.topic.from_seq
-        begin = known.start if may_begin else segments[0].first
-        if segments and not known.last_seq:
+        may_begin = ckpt.last_seq or not segments or wal_range.first <= row.topic.from_seq
+        begin = ckpt.start if may_begin else segments[0].first
+        if segments and not ckpt.last_seq:
             begin = max(begin, min(checkpoint.highest(self._starts_of(row)), segments[0].first))
         if row.floor is not None:
-            begin = max(begin, min(row.floor.end_offset, segments[0].first if segments else known.end_offset))
+            begin = max(begin, min(row.floor.end_offset, segments[0].first if segments else ckpt.end_offset))
             begin = min(begin, segments[0].first) if segments else begin
         forks = self._in_force.forks_of(row.topic.name)
-        remains = recover(segments, known, wal_range, begin, row.gaps, forks)
+        remains = recover(segments, ckpt, wal_range, begin, row.gaps, forks)
         if row.floor is not None and not segments and begin == row.floor.end_offset:
             remains.state.last_seq = row.floor.last_seq
         where = self._path_of(row, remains)
@@ -238,12 +240,12 @@ class Recovery:
             state.start, state.size = segments[0].first, sum(part.size for part in segments)
         return state, needed
 
-    def _path_of(self, row: KnownPartition, remains: Remains) -> str:
+    def _path_of(self, row: CheckpointRow, remains: Remains) -> str:
         """Return the file that a warning about a log names."""
         if remains.segments:
             return remains.segments[-1].path
         directory = directory_of(self._context.data, row.topic.name, row.number)
-        return f"{directory}/{segment.name(row.known.start)}"
+        return f"{directory}/{segment.name(row.ckpt.start)}"
 
     def _complete_indexes(self, touched: list[Segment]) -> list[str]:
         """Complete the indexes of sealed segments; return the files to be synced."""
@@ -262,11 +264,11 @@ class Recovery:
         return dirty
 
     def _find_missing_end(
-        self, row: KnownPartition, remains: Remains, wal_range: WalRange
+        self, row: CheckpointRow, remains: Remains, wal_range: WalRange
     ) -> tuple[PartitionState, int | None]:
         """Decide how a short log gets its missing end: as one more gap, or by a replay. Return what `_mend` returns."""
-        state, known = remains.state, row.known
-        is_short = state.end_offset < known.end_offset
+        state, ckpt = remains.state, row.ckpt
+        is_short = state.end_offset < ckpt.end_offset
         if not state.last_seq and not is_short:
             state.last_seq = self._last_seq_before(row, state.end_offset)
         needed = state.last_seq + 1 if state.last_seq else row.topic.from_seq
@@ -276,7 +278,7 @@ class Recovery:
                 "queue_short",
                 file=self._path_of(row, remains),
                 bytes=state.size,
-                expected_bytes=known.size,
+                expected_bytes=ckpt.size,
                 rebuilt_from_seq=min([*starts, needed] if is_short else starts),
             )
         if not is_short:
@@ -287,42 +289,42 @@ class Recovery:
             # A replay would begin with the oldest record of the WAL, or with records deleted when the start offset was
             # moved. These would get wrong offsets. In a missing range, records are numbered back from its end.
             remains.missing += self._missing_end(row, remains, needed)
-            state.end_offset, state.last_seq = known.end_offset, known.last_seq
+            state.end_offset, state.last_seq = ckpt.end_offset, ckpt.last_seq
             return state, None
         if not remains.segments and not state.last_seq:  # rebuild all records, also those that retention had deleted
             state = self._in_force.first_state(row.topic.name, row.number)
         return state, needed
 
-    def _missing_end(self, row: KnownPartition, remains: Remains, seq: int) -> Iterator[MissingRange]:
+    def _missing_end(self, row: CheckpointRow, remains: Remains, seq: int) -> Iterator[MissingRange]:
         """Yield the missing records from `seq` on, up to the end that the checkpoint knows: a range for each side of a gap."""
-        known, offset = row.known, remains.state.end_offset
+        ckpt, offset = row.ckpt, remains.state.end_offset
         into = remains.segments[-1] if remains.segments else None
         for fork in self._in_force.forks_of(row.topic.name):
-            if offset < fork.offset <= known.end_offset:
+            if offset < fork.offset <= ckpt.end_offset:
                 end = next((gap.first for gap in row.gaps if gap.to == fork.offset), offset)
                 if offset < end:
                     yield MissingRange(offset, end, SeqRange(seq, fork.seq - 1), into)
                 offset, seq, into = fork.offset, max(seq, fork.seq), None
-        yield MissingRange(offset, known.end_offset, SeqRange(seq, known.last_seq), into)
+        yield MissingRange(offset, ckpt.end_offset, SeqRange(seq, ckpt.last_seq), into)
 
-    def _last_seq_before(self, row: KnownPartition, end: int) -> int:
+    def _last_seq_before(self, row: CheckpointRow, end: int) -> int:
         """Return the last seq that an empty log with end offset `end` has had; 0 if it never had a record."""
-        known: PartitionState = row.known
-        if end == known.end_offset:
-            return known.last_seq
+        ckpt: PartitionState = row.ckpt
+        if end == ckpt.end_offset:
+            return ckpt.last_seq
         before_fork = max(
             (fork.seq - 1 for fork in self._in_force.forks_of(row.topic.name) if fork.offset == end), default=0
         )
         return checkpoint.emptied_at(self._starts_of(row), end) or before_fork
 
-    def _starts_of(self, row: KnownPartition) -> list[checkpoint.RecordedStart]:
+    def _starts_of(self, row: CheckpointRow) -> list[checkpoint.RecordedStart]:
         return self._recorded_starts.get((row.topic.name, row.topic.from_seq, row.number), [])
 
     @cached_property
     def _recorded_starts(self) -> dict[tuple[str, int, int], list[checkpoint.RecordedStart]]:
         return checkpoint.recorded_starts(self._context.data)
 
-    def _fill(self, row: KnownPartition, missing: MissingRange, is_end: bool) -> list[str]:
+    def _fill(self, row: CheckpointRow, missing: MissingRange, is_end: bool) -> list[str]:
         """Write missing records from the WAL; return the files to be synced.
 
         Report the records that the WAL no longer has.
@@ -356,7 +358,7 @@ class Recovery:
         log.close()
         return log.unsynced
 
-    def _log_into(self, row: KnownPartition, missing: MissingRange, lost: int) -> PartitionLog:
+    def _log_into(self, row: CheckpointRow, missing: MissingRange, lost: int) -> PartitionLog:
         """Return a log that writes missing records: into the segment that was cut, or a new one after the lost records."""
         begin = missing.first + lost
         state = PartitionState(begin, missing.seqs.first - 1, 0, begin)
@@ -368,7 +370,7 @@ class Recovery:
 
     # --- links and indexes -------------------------------------------------------------------------------------------
 
-    def _restore_indexes(self, row: KnownPartition, segments: Sequence[Segment], ends: Sequence[int]) -> None:
+    def _restore_indexes(self, row: CheckpointRow, segments: Sequence[Segment], ends: Sequence[int]) -> None:
         """Write lost or torn indexes again, because readers refuse a segment without an index. `ends`: of the segments.
 
         Raises DamageError if the active segment may not get an index again: the next append would write one.
@@ -394,7 +396,7 @@ class Recovery:
                 continue
             context.logger.warn("index_restored", file=segment.index_path(part.path))
 
-    def _check_index_may_be_made(self, row: KnownPartition, segments: Sequence[Segment], number: int, end: int) -> None:
+    def _check_index_may_be_made(self, row: CheckpointRow, segments: Sequence[Segment], number: int, end: int) -> None:
         """Raise DamageError if a segment that has lost its index may not get a new one. `end`: its end offset."""
         table, name, data = self._in_force.table, row.topic.name.encode(), self._context.data
 
@@ -407,7 +409,7 @@ class Recovery:
 
         lost_index.check(segments, number, False, end, contradiction, self._context.check)
 
-    def _lacks_link_or_index(self, row: KnownPartition, state: PartitionState) -> bool:
+    def _lacks_link_or_index(self, row: CheckpointRow, state: PartitionState) -> bool:
         active = f"topics/{row.topic.name}/{row.number}/{segment.name(state.base)}"
         try:
             if os.readlink(f"{self._context.data}/{row.topic.log_names()[row.number]}") != active:

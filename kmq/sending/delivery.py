@@ -147,9 +147,9 @@ def _joins(_: Delivery) -> None:
 
 
 def _extended(rows: Sequence[_Row], more: list[_Row]) -> list[_Row]:
-    known = rows if isinstance(rows, list) else []
-    known += more
-    return known
+    extended = rows if isinstance(rows, list) else []
+    extended += more
+    return extended
 
 
 def in_parts(whole: Delivery, count: int, most: int) -> Iterator[tuple[Delivery, int, int]]:

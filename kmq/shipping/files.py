@@ -3,15 +3,12 @@
     a file with the lines `one`, `two` and an unfinished `thr`  →  FileBlock([b"one", b"two"]); `thr` waits
 
 Identity    Device and inode, and a mark: a checksum of the first and the last 1,024 bytes that were read, because
-inodes
-            are reused. A reboot may change the device number: then inode and mark, or inode and name, identify the
-            file.
-            The name may change: a renamed file is read to its end before the new file of its old name.
+            inodes are reused. A reboot may change the device number: then inode and mark, or inode and name, identify
+            the file. The name may change: a renamed file is read to its end before the new file of its old name.
 Unread      If nothing of a file was sent yet, `head` keeps a checksum of its first bytes, so that it can be found
 again.
 Truncated   A file that is shorter than what was read, or has another mark, has new content and is read from its start.
-So
-            is a file that got the inode of a deleted one. Marks are compared when size or modification time changed.
+            So is a file that got the inode of a deleted one. Marks are compared when size or modification time changed.
             A writer without O_APPEND continues at its old offset: NUL bytes at the start of new content are skipped and
             counted.
 Compressed  A file whose first bytes are those of gzip, xz, zstd, bzip2, lz4 or compress has no lines.
@@ -178,8 +175,8 @@ class LogFile:
         if self.mark is None and self.first_line is not None:
             return size >= self.end and self.first_line == crc32(os.pread(fd, _MARK, 0).partition(b"\n")[0])
         if self.head is not None and not self.end:
-            count, known = self.head
-            return size >= count and crc32(os.pread(fd, count, 0)) == known
+            count, crc = self.head
+            return size >= count and crc32(os.pread(fd, count, 0)) == crc
         return size >= self.end and self.mark in (None, _mark(*_ends(fd, self.end)))
 
     def restart(self) -> None:

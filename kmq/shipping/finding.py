@@ -4,8 +4,7 @@
     → one LogFile: path=/var/log/app.log, real=/var/log/app.log.1, read to its end before the new app.log
 
 Place       The name that a pattern finds may be a link, and a rotation renames the file. `real` is where the file lies.
-If
-            it is not there any more, it is searched by its inode: in that directory, in those directly below, in the
+            If it is not there any more, it is searched by its inode: in that directory, in those directly below, in the
             directory of its name, and where a directory above it was renamed to.
 Held        Files with unread bytes stay open, even while nothing can be sent, so a rotation that deletes them loses
             nothing. A renamed file is followed under its new name. A deleted file is released when it is read to its
@@ -13,17 +12,14 @@ Held        Files with unread bytes stay open, even while nothing can be sent, s
 Lost        The unread bytes of a file that is deleted or cut off are counted and reported, as far as its size was seen.
             If a file was deleted while no ship ran, its size is the one in the state, and more bytes may be lost.
 Inode       A new file may get the inode of a deleted one. At a start, a file that has another place than before, or had
-no
-            name, is the same file only if it begins with what was read. Else the old file is lost, and reported.
+            no name, is the same file only if it begins with what was read. Else the old file is lost, and reported.
 Away        A file may be excluded by the patterns but still be in its place, or its directory may be missing or empty,
-as
-            before a volume is mounted. Such a file is not read and not forgotten: it continues at its offset.
+            as before a volume is mounted. Such a file is not read and not forgotten: it continues at its offset.
 Memory      At most MOST_OPEN descriptors: files that are read to their end are closed, and opened again when they grow.
             Deleted files with unread bytes are never closed; other files then wait for a descriptor.
             At most MOST_FILES files, including those that are only remembered because they may return.
 Not covered A renamed file of which nothing was read, not even its first bytes, is found only under a name that begins
-like
-            its old name: the inode alone may belong to another file.
+            like its old name: the inode alone may belong to another file.
 """
 
 import contextlib
@@ -222,14 +218,14 @@ def forget_ended(watched: FollowedFiles, linger_s: float = LINGER_S) -> None:
     Files that may return are remembered as long as there is room: if they were sent again from the start, lines would
     double.
     """
-    kept = []
+    remaining = []
     for file in watched.files:
         if file.gone_at is None or file.lines or _is_kept(watched, file, linger_s):
-            kept.append(file)
+            remaining.append(file)
         else:
             file.close()
             watched.changes += 1
-    watched.files[:] = kept
+    watched.files[:] = remaining
 
 
 def _is_kept(watched: FollowedFiles, file: LogFile, linger_s: float) -> bool:

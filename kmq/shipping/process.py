@@ -5,28 +5,23 @@ The line `user 17 logged in` of /var/log/app.log becomes `app|1760000000.123456|
     look at the files → plan → save the plan → send → all acknowledged → look …
 
 Looking     New, renamed and deleted files are found, held open (finding.py) and saved in the state, also while sending
-waits
-            for the broker. Bytes that are lost nevertheless are counted and reported, and the exit code is not 0.
+            waits for the broker. Bytes that are lost nevertheless are counted and reported, and the exit code is not 0.
 Ids         A state has one producer name, made with it. Ids are numbers that only rise. A round (the lines sent
-together)
-            is planned before it is sent: which bytes of which files have which ids. So the broker's last id of the name
-            tells how much of the plan is stored. (A name for each file would need a connection for each file, and an
-            entry among KMQ_PRODUCERS with every rotation.)
+            together) is planned before it is sent: which bytes of which files have which ids. So the broker's last id
+            of the name tells how much of the plan is stored. (A name for each file would need a connection for each
+            file, and an entry among KMQ_PRODUCERS with every rotation.)
 Invariant   A line is sent only after a state with the line in its plan is on disk. The next plan is saved only after
-the
-            whole round is acknowledged. So unacknowledged ids always belong to one plan: the one in the state.
+            the whole round is acknowledged. So unacknowledged ids always belong to one plan: the one in the state.
 Crash       Of ship: the next run asks for the last id (`last=?`, which fences the old connection and waits for the
-lines
-            it has sent), skips that many lines of the plan, and plans anew. Of the broker: kmq.Producer sends the same
-            lines again with the same ids. Of the machine: the state is replaced atomically and synced before a line is
-            sent.
-            If the broker has forgotten the name, lines of one round may be stored twice, and ship says so. If the
-            broker has later ids than the state accounts for, the state is an old copy: ship ends with 65.
+            lines it has sent), skips that many lines of the plan, and plans anew. Of the broker: kmq.Producer sends the
+            same lines again with the same ids. Of the machine: the state is replaced atomically and synced before a
+            line is sent. If the broker has forgotten the name, lines of one round may be stored twice, and ship says
+            so. If the broker has later ids than the state accounts for, the state is an old copy: ship ends with 65.
 Locking     `<state>.lock` is held while ship runs. A second ship ends with 69 and names the holder.
 Memory      A round has at most _ROUND_BYTES plus the block that reaches that limit. finding.py bounds the rest.
 Not covered The broker refuses a line but stores later lines of the same round, for example because the topic is
-declared
-            at that moment, or a broker restarts with a smaller KMQ_MAX_LINE. The line is reported and not sent again.
+            declared at that moment, or a broker restarts with a smaller KMQ_MAX_LINE. The line is reported and not sent
+            again.
 """
 
 import contextlib
@@ -180,17 +175,17 @@ def _look_meanwhile(work: Shipment) -> None:
 def _begin(work: Shipment, from_start: bool) -> None:
     """Read the state, or make the first one. The first state says where the files that exist now begin."""
     with naming(work.path):
-        known = load_state(work.path)
-    if known is None:
+        state = load_state(work.path)
+    if state is None:
         work.name = f"ship-{token_hex(8)}"
         for file in look(work.watched):
             if not from_start and make_ready(work.watched, file):
                 file.start_at_end()
         _save(work)
         return
-    if known.topic != work.topic:
-        raise ConfigError(f"--state {work.path}: belongs to topic {known.topic}; give each topic a state of its own")
-    work.name, work.next_id, work.watched.files[:] = known.name, known.next_id, known.files
+    if state.topic != work.topic:
+        raise ConfigError(f"--state {work.path}: belongs to topic {state.topic}; give each topic a state of its own")
+    work.name, work.next_id, work.watched.files[:] = state.name, state.next_id, state.files
     look(work.watched)
     hold(work.watched)
 

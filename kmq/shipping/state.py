@@ -52,7 +52,7 @@ def save_state(path: str, state: ShipState) -> None:
 
 
 def _row(file: LogFile) -> bytes:
-    known = "" if file.first_line is None else f"{file.first_line:08x}"
+    crc = "" if file.first_line is None else f"{file.first_line:08x}"
     fields = {
         "offset": file.offset,
         "end": file.end,
@@ -60,7 +60,7 @@ def _row(file: LogFile) -> bytes:
         "mark": None if file.mark is None else f"{file.mark:08x}",
         "head": None if file.head is None or file.end else f"{file.head[0]}:{file.head[1]:08x}",
         "size": file.size,
-        "file": f"{file.device:x}:{file.inode:x}:{known}",
+        "file": f"{file.device:x}:{file.inode:x}:{crc}",
         "dirs": ",".join(f"{inode:x}" for inode in file.parents) or None,
         "born": file.born,
         "gone": None if file.gone_at is None else 1,
@@ -117,8 +117,8 @@ def _parse_row(row: str) -> LogFile:
         int(fields["mark"], 16) if "mark" in fields else None,
         int(first_line, 16) if first_line else None,
     )
-    count, _, known = fields.get("head", "").partition(":")
-    file.head = (int(count), int(known, 16)) if count else None
+    count, _, crc = fields.get("head", "").partition(":")
+    file.head = (int(count), int(crc, 16)) if count else None
     file.size = file.verified = int(fields.get("size", 0))
     file.real = _unquote(fields["real"]) if "real" in fields else file.path
     file.parents = tuple(int(inode, 16) for inode in fields.get("dirs", "").split(",") if inode)

@@ -170,10 +170,10 @@ class ShardDoors:
         """
         new = {(host.strip("[]").lower(), port) for host, _, port in (door.rpartition(":") for door in doors)}
         numbered = {(host, int(port)) for host, port in new if port.isdecimal()}
-        known = self._doors.setdefault(lineage, set())
-        if known and numbered and known.isdisjoint(numbered):
+        addresses = self._doors.setdefault(lineage, set())
+        if addresses and numbered and addresses.isdisjoint(numbered):
             return ""
-        known |= numbered
+        addresses |= numbered
         return lineage
 
     def shard_at(self, host: str, port: int) -> str:
@@ -204,9 +204,9 @@ class UnreachableError(RetryError):
 class ReplacedError(ConfigError):
     """A broker has another data directory than the one that was read."""
 
-    def __init__(self, broker: str, known: str, now: str) -> None:
+    def __init__(self, broker: str, expected: str, now: str) -> None:
         super().__init__(
-            f"{broker} has another data directory (id {now}) than this checkpoint ({known}); put the old volume back,"
+            f"{broker} has another data directory (id {now}) than this checkpoint ({expected}); put the old volume back,"
             f" take this broker out with kmq pipeline reset CHECKPOINT --forget {broker}, which says what is lost,"
             " or start with a new checkpoint"
         )
@@ -231,26 +231,24 @@ def check_options(
 
     `elsewhere`: name of an option in other systems, in lower case → its name here.
     """
-    known = {name.lower(): name for name in names}
+    own = {name.lower(): name for name in names}
     for name, value in given.items():
-        if name.lower() not in known:
+        if name.lower() not in own:
             ours = elsewhere.get(name.lower())
-            advice = f"; did you mean {ours}?" if ours else nearest(name, known.values())
+            advice = f"; did you mean {ours}?" if ours else nearest(name, own.values())
             said = "…" if _is_secret(name + advice) else quotation(str(value))  # a misspelt token is secret, too
-            raise ConfigError(
-                f"unknown {kind} option {name}={said}{advice}; expected one of {', '.join(known.values())}"
-            )
+            raise ConfigError(f"unknown {kind} option {name}={said}{advice}; expected one of {', '.join(own.values())}")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return `; did you mean …?` with the most similar name, or several that are about equally similar; "" for none."""
-    known = {each.lower(): each for each in names}
+    spelled = {each.lower(): each for each in names}
     # With and without the prefix, so that `token` finds kmq.token, and kmq.subscribe finds subscribe.
-    short = {each.removeprefix("kmq."): each for each in known}
+    short = {each.removeprefix("kmq."): each for each in spelled}
     wanted = name.lower()
-    for text, among in ((wanted, {each: each for each in known}), (wanted.removeprefix("kmq."), short)):
+    for text, among in ((wanted, {each: each for each in spelled}), (wanted.removeprefix("kmq."), short)):
         likeness = {each: SequenceMatcher(None, each, text).ratio() for each in get_close_matches(text, among)}
-        best = [known[among[each]] for each, ratio in likeness.items() if ratio > max(likeness.values()) - _ALIKE]
+        best = [spelled[among[each]] for each, ratio in likeness.items() if ratio > max(likeness.values()) - _ALIKE]
         if best:
             return f"; did you mean {' or '.join(best)}?"
     return ""

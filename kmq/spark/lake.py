@@ -11,16 +11,14 @@ Invariant   A record is a row at most once, and exactly once if the table has it
             good. Offsets and files are those of one commit. The log is read from these offsets to its end at the call,
             and before the archive's first record.
 Refused     Another data directory than the archive's, or an older copy of it; a topic that was deleted and created
-again;
-            records that retention removed before they were archived (failOnDataLoss=false: a warning, and without
-            them).
+            again; records that retention removed before they were archived (failOnDataLoss=false: a warning, and
+            without them).
 Compacted   The table keeps records that compaction removes from the log; a warning says so.
 Retention   of the table, by day: if it has no directory of days before one, records of these days come from the log, as
             far as the log has them.
 Not covered Other rows that were deleted from the table, and records that a reset of the archive's checkpoint has
-skipped
-            or archived twice. Records from before an archive with startingOffsets=latest, of a broker that was away
-            when it began (onUnreachable=hold): only the first batch is known to say where a broker begins.
+            skipped or archived twice. Records from before an archive with startingOffsets=latest, of a broker that was
+            away when it began (onUnreachable=hold): only the first batch is known to say where a broker begins.
 """
 
 import json
@@ -40,7 +38,7 @@ from kmq.spark import tables
 from kmq.spark.connections import nearest
 from kmq.spark.pipelines.archive import READ, ArchiveRows, enriching
 from kmq.spark.pipelines.options import INFER, NONE, ArchiveOptions, complete
-from kmq.spark.pipelines.payloads import kept_schema
+from kmq.spark.pipelines.payloads import read_schema
 from kmq.spark.source import ends, plan
 from kmq.spark.source.ends import EARLIEST, LATEST
 from kmq.spark.source.options import ReadOptions
@@ -105,8 +103,8 @@ def rows(
     spark: SparkSession, topic: str, archive: Archive, options: Mapping[str, str], enrich_with: str = ""
 ) -> DataFrame:
     """Return the rows of `table`, given the content of an archive."""
-    if topic not in (known := archive.topics()):
-        raise ConfigError(f"archive={archive.name}: has no topic {topic!r}{nearest(topic, known)}; it has {known}")
+    if topic not in (topics := archive.topics()):
+        raise ConfigError(f"archive={archive.name}: has no topic {topic!r}{nearest(topic, topics)}; it has {topics}")
     if given := [name for name in options if name.lower().startswith(("starting", "ending"))]:
         raise ConfigError(f"{given[0]}: the archive says where the log is read; use a filter of offset or recv_ts")
     convert, columns = _conversion(spark, archive, enrich_with)
@@ -149,11 +147,11 @@ def history(spark: SparkSession, archive: str) -> Callable[[str, Mapping[str, st
 def _conversion(spark: SparkSession, archive: Archive, enrich_with: str) -> tuple[ArchiveRows, StructType]:
     """Return the conversion of records to rows of the table, and its columns. Raises ConfigError if they differ."""
     found = archive.table
-    fields = kept_schema(f"{found.path}/.kmq")
-    asked: ArchiveOptions = {"schema": NONE if fields is None else INFER, "enrich_with": enrich_with}
-    asked |= {"bad": "keep" if "reason" in found.columns else "drop", "rest": "rest" in found.columns}
-    asked = complete(ArchiveOptions, asked)
-    convert = ArchiveRows(asked, fields, enriching(enrich_with))
+    fields = read_schema(f"{found.path}/.kmq")
+    options: ArchiveOptions = {"schema": NONE if fields is None else INFER, "enrich_with": enrich_with}
+    options |= {"bad": "keep" if "reason" in found.columns else "drop", "rest": "rest" in found.columns}
+    options = complete(ArchiveOptions, options)
+    convert = ArchiveRows(options, fields, enriching(enrich_with))
     columns = convert.columns(spark)
     made = stores.described(stores.arrow_schema(columns), widened=found.format == ICEBERG)
     if what := stores.differing(found.columns, made):
@@ -228,8 +226,8 @@ def _before(
     `is_dated`: column `date` is that of recv_ts. A table without files from before a day has no record that was
     received before it, because recv_ts never goes back.
     """
-    known = archive.begins or {}
-    begins = {key: known.get((identities[key[0]], *key[1:]), plan.least(topic)) for key in seam}
+    begins_of = archive.begins or {}
+    begins = {key: begins_of.get((identities[key[0]], *key[1:]), plan.least(topic)) for key in seam}
     found = archive.table
     places = [stores.partition_values(file.removeprefix(found.path)) for file in found.files]
     dates = [place.get("date") for place in places if place.get("topic", topic) == topic]
@@ -248,10 +246,10 @@ def _read(
     spark: SparkSession, options: Mapping[str, str], topic: str, spans: Sequence[OffsetSpan], bounds: Bounds
 ) -> DataFrame:
     """Return the records of these ranges."""
-    asked = {span.key: (span.start, span.end) for span in spans}
+    edges_of = {span.key: (span.start, span.end) for span in spans}
     edges: tuple[ends.Table, ends.Table] = ({}, {})
     for broker, name, partition in bounds:
-        for table, offset in zip(edges, asked.get((broker, name, partition), (LATEST, LATEST)), strict=True):
+        for table, offset in zip(edges, edges_of.get((broker, name, partition), (LATEST, LATEST)), strict=True):
             address = broker.split(",")[0]  # of a shard
             table.setdefault(address, {}).setdefault(name, {})[str(partition)] = offset
     starting, ending = map(json.dumps, edges)

@@ -51,6 +51,8 @@ class TierCache:
         self._sizes: dict[str, int] = {}  # by directory
         self._fetched: dict[str, tuple[float, int]] = {}  # when (monotonic), and the mtime that a use changes
         self.is_closed = False
+        self.waits = 0  # objects that had to wait for room
+        self.full_at: float | None = None  # monotonic: when an object last had no room
         self._find()
 
     @property
@@ -74,9 +76,12 @@ class TierCache:
         path = os.path.dirname(rows.cached_path(directory, life, row))
         if os.path.exists(f"{path}/log"):
             return
+        is_waiting = False
         while not self.make_room(row.nbytes):
             if self.is_closed:
                 raise ClosedError("the gateway stops")
+            self.waits += not is_waiting
+            is_waiting, self.full_at = True, time.monotonic()
             time.sleep(_POLL_S)
         making = f"{self._root}/{_MAKING}{os.urandom(8).hex()}"
         try:
@@ -99,7 +104,7 @@ class TierCache:
         self._fetched[path] = time.monotonic(), os.stat(path).st_mtime_ns
 
     def _check_store(self) -> None:
-        """Raise StoreError if the store has not even the first commit: it is another one, or it is not mounted."""
+        """Raise StoreError if the store has not even the first commit: it is another store, or it is not mounted."""
         try:
             get(self._store, f"{self._lineage}/commits/{1:020d}")
         except MissingError:
@@ -159,7 +164,7 @@ class TierCache:
                 self.remove(path)
 
     def remove(self, path: str) -> None:
-        """Remove the object in a directory; who has it open reads on."""
+        """Remove the object in a directory; a reader that has it open reads on."""
         remove_object(self._root, path)
         self._sizes.pop(path, None)
         self._fetched.pop(path, None)

@@ -237,16 +237,16 @@ class TierState:
     def _apply_to_log(self, each: CommitLine, number: int) -> None:
         at = each.name, each.number("life")
         log = self.logs.setdefault(at, rows.empty("", *at))
-        known = [row.key for row in log.rows] if each.verb == "drop" else []
+        keys = [row.key for row in log.rows] if each.verb == "drop" else []
         if each.verb == "add" and not log.follows(each.number("base")):
             raise ValueError(f"a row of {each.name} begins at {each.values['base']} instead of {log.end}")
-        if not log.take(f"{number} {each}"):
+        if not log.apply(f"{number} {each}"):
             raise ValueError(f"{str(each)[:200]!r} is no line of a partition")
         if each.values.get("why") == "deleted":
             self.logs.pop(at)
             log = rows.empty("", *at)
-        kept = {row.key for row in log.rows} if known else ()
-        self.dropped |= {key: number for key in known if key not in kept}
+        remaining = {row.key for row in log.rows} if keys else ()
+        self.dropped |= {key: number for key in keys if key not in remaining}
 
     def _drop(self, row: CommitLine | None, number: int) -> None:
         if row is not None:
@@ -357,9 +357,9 @@ class CommitLog:
                 content = store.get(self.store, _commit_key(self.lineage, number))
             except MissingError:
                 return
-            self._take(content, number)
+            self._apply(content, number)
 
-    def _take(self, content: bytes, number: int) -> None:
+    def _apply(self, content: bytes, number: int) -> None:
         try:
             commit = decode(content, number)
         except (ValueError, KeyError) as err:
@@ -374,17 +374,17 @@ class CommitLog:
         `nonce`: new for each commit. Raises StaleError if there are newer commits than `state` had: the lines may not
         follow from them. Raises StoreError if it is not known whether the commit was made: `catch_up` finds out.
         """
-        known = self.state.number
+        before = self.state.number
         self.catch_up()
         if self.start:
             self.check_claim()
         if self.state.successor:
             raise FencedError(self.state.claim or _NOBODY)
-        number = known + 1
-        if self.state.number == known:
+        number = before + 1
+        if self.state.number == before:
             content = TierCommit(number, self._writer, self.start or nonce, nonce, timestamp(), lines).encode()
             if self.store.create(_commit_key(self.lineage, number), content):
-                self._take(content, number)
+                self._apply(content, number)
                 return
         raise StaleError(f"commit {number} was made meanwhile")
 
@@ -420,7 +420,7 @@ def lineages(store: Store) -> Iterator[str]:
         lineage = key.partition("/")[0]
         if _LINEAGE.fullmatch(lineage):
             yield lineage
-        after = f"{lineage}0"  # behind all keys of that lineage
+        after = f"{lineage}0"  # after all keys of that lineage
 
 
 class CopySource(NamedTuple):
@@ -443,17 +443,17 @@ def copies(store: Store, writer: str = "", lineage: str = "") -> list[CopySource
 
     Of a restore that was killed before it began its lineage the commits do not count. Raises DamagedError, StoreError.
     """
-    known: dict[str, CopySource] = {}
+    sources: dict[str, CopySource] = {}
     for name in [lineage] if lineage else lineages(store):
         commits = CommitLog(store, name, writer)
         if commits.read().number:
-            known[name] = CopySource(name, commits)
+            sources[name] = CopySource(name, commits)
 
     def is_left_over(each: CopySource) -> bool:
-        origin = known.get(each.state.origin)
+        origin = sources.get(each.state.origin)
         return origin is not None and origin.state.successor != each.lineage
 
-    return [each for each in known.values() if lineage or not (each.state.successor or is_left_over(each))]
+    return [each for each in sources.values() if lineage or not (each.state.successor or is_left_over(each))]
 
 
 def timestamp() -> str:

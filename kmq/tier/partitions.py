@@ -1,4 +1,4 @@
-"""Old records of topics: what the store lacks of partitions with tier=on goes up, and the router is told.
+"""Old records of topics: uploads the missing ones of partitions with tier=on, and lays out rows for the router.
 
     orders/3 ends with offset 1512 in router.ckpt, its rows with 1000
         → an object topics/orders/130/3/1000-1512…, and `add orders/3 life=130 base=1000 next=1512 …` in a commit
@@ -15,6 +15,7 @@ Crash       after a commit   the next turn lays out what the file `tier` lacks;
 Memory      One object as it is stored.
 """
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -23,7 +24,8 @@ from typing import NamedTuple
 from kmq.config.values import FOREVER
 from kmq.errors import ConfigError
 from kmq.files import make_directory, replace_file
-from kmq.log import deletions, gaps, identity, reader, rows, segment, topics
+from kmq.log import deletions, gaps, identity, reader, rows, segment
+from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
 from kmq.log.partition import PartitionState, directory_of
 from kmq.log.reader import LogReader
@@ -53,7 +55,7 @@ class TieredPartition(NamedTuple):
     topic: str
     number: int
     life: int
-    known: PartitionState
+    state: PartitionState
     limits: Limits
     logs: Mapping[tuple[str, int], TierFile]
 
@@ -69,7 +71,20 @@ class TieredPartition(NamedTuple):
     @property
     def is_behind(self) -> bool:
         end = self.log.end
-        return self.limits.is_tiered and (end is None or end < self.known.end_offset)
+        return self.limits.is_tiered and (end is None or end < self.state.end_offset)
+
+
+class TierTotals(NamedTuple):
+    """What the store has of partitions: `rows`, with `row_bytes` of lines.
+
+    `behind_bytes`: of segments that local limits would delete, and that are not in the store. `local_limit`: the sum of
+    local_retention_bytes of partitions whose old records go there.
+    """
+
+    rows: int
+    row_bytes: int
+    behind_bytes: int
+    local_limit: int
 
 
 class PartitionCopier:
@@ -79,19 +94,20 @@ class PartitionCopier:
         self, data: str, limits: Callable[[], Limits], object_bytes: int, uploads: Uploads, logger: Logger
     ) -> None:
         self._data, self._limits, self._object_bytes = data, limits, object_bytes
+        self._bounds = Bounds(data)  # it parses a declaration once
         self._uploads, self._logger = uploads, logger
-        self._damaged: dict[str, str] = {}  # by partition: what was said
-        self._idle: dict[str, object] = {}  # by partition: what was not due at the last look
+        self._damaged: dict[str, str] = {}  # by partition: the last logged reason
+        self._idle: dict[str, tuple[object, ...]] = {}  # by partition: its state when nothing was due
         self._waiting: dict[str, tuple[object, int]] = {}  # by partition: `waiting_seq`, and for what it holds
-        self._compared: set[tuple[str, int]] = set()  # partitions whose last row says what the disk says
+        self._compared: set[tuple[str, int]] = set()  # partitions whose last row matches the disk
 
     def found(
-        self, state: TierState, known: Mapping[tuple[str, int], PartitionState], lives: Mapping[str, int]
+        self, state: TierState, states: Mapping[tuple[str, int], PartitionState], lives: Mapping[str, int]
     ) -> list[TieredPartition]:
         """Return the partitions that have rows, or whose topics say tier=on; first those that have waited longest."""
         usual, found = self._limits(), []
         of_topic: dict[str, Limits] = {}
-        for (topic, number), at in known.items():
+        for (topic, number), at in states.items():
             if topic.startswith(gaps.INTERNAL) or topic not in lives:
                 continue
             if topic not in of_topic:
@@ -104,7 +120,7 @@ class PartitionCopier:
     def _limits_of(self, usual: Limits, topic: str) -> Limits:
         """Return the limits of a topic; the usual ones where its file is wrong, as the router has them."""
         try:
-            return usual.with_changes(topics.read(self._data, topic).limits)
+            return usual.with_changes(self._bounds.declaration(topic).limits)
         except ConfigError:
             return usual
 
@@ -114,7 +130,7 @@ class PartitionCopier:
         """Copy what is due, and yield after each object. `needed_seq`: objects of the WAL up to it wait for the copy."""
         if which.log.end is None and (lines := self._adopted(which)):
             self._uploads.commit(*lines)
-        seen = which.known.values(), which.log.end, needed_seq
+        seen = which.state.values(), which.log.end, needed_seq
         if self._idle.get(which.name) == seen:
             return
         while which.is_behind:
@@ -154,8 +170,8 @@ class PartitionCopier:
         self._compare(which, segments[0].first)
         lines, begin = self._skipped(which, segments[0].first)
         log = reader.local(self._data, which.topic, which.number)
-        end = next((gap.first for gap in log.gaps() if begin < gap.first), which.known.end_offset)
-        end = min(end, which.known.end_offset)
+        end = next((gap.first for gap in log.gaps() if begin < gap.first), which.state.end_offset)
+        end = min(end, which.state.end_offset)
         first = log.stamp_of(begin) if begin < end else None
         if first is None or not (first[0] <= needed_seq or self._is_due(which, segments, begin, end, now_s)):
             return []
@@ -183,7 +199,7 @@ class PartitionCopier:
         if at in self._compared or not log.rows or log.end is None:
             return
         last = log.rows[-1]
-        if which.known.end_offset < log.end:
+        if which.state.end_offset < log.end:
             raise AheadError(f"the store has {which.name} up to offset {log.end}, this directory less: an older state")
         if last.next > local:
             first, lines = reader.local(self._data, which.topic, which.number).read(last.next - 1, 1)
@@ -198,7 +214,7 @@ class PartitionCopier:
         """
         directory = directory_of(self._data, which.topic, which.number)
         found = gaps.read(directory)
-        begin = max(which.known.start, rows.of(directory).start)
+        begin = max(which.state.start, rows.of(directory).start)
         start = gaps.passed(found, max(local, begin))
         end, lines = which.log.end, []
         if gaps.passed(found, begin) < start:
@@ -218,23 +234,55 @@ class PartitionCopier:
     def _is_due(self, which: TieredPartition, segments: list[Segment], begin: int, end: int, now_s: float) -> bool:
         """Return True if the records begin…end-1 fill an object, or a sealed segment with some is due by local limits."""
         *sealed, active = segments
-        behind = [part for part, after in pairwise(segments) if after.first > begin]
-        if sum(part.size for part in behind) + active.size >= self._object_bytes:
+        rest = [part for part, after in pairwise(segments) if after.first > begin]
+        if sum(part.size for part in rest) + active.size >= self._object_bytes:
             log = reader.local(self._data, which.topic, which.number)
             if log.cuts(begin, end, self._object_bytes):
                 return True
         due = which.limits.local().expired(sealed, active.size, now_s, len(sealed))
         return bool(due) and segments[due].first > begin
 
+    def totals(self, found: list[TieredPartition], now_s: float) -> TierTotals:
+        """Return what there is of these partitions, and what waits. The store is not asked."""
+        logs = [each.log if each.log.end is not None else self._file_of(each) for each in found]
+        sizes = [row.nbytes for log in logs for row in log.rows]
+        behind = sum(self._behind_bytes(each, log.end or 0, now_s) for each, log in zip(found, logs, strict=True))
+        limit = sum(each.limits.local_retention_bytes for each in found if each.limits.is_tiered)
+        return TierTotals(len(sizes), sum(sizes), behind, limit)
+
+    def _file_of(self, which: TieredPartition) -> TierFile:
+        """Return what the file `tier` says of a partition: before the commits were read, nothing else is known."""
+        with contextlib.suppress(DamageError):
+            found = rows.of(directory_of(self._data, which.topic, which.number))
+            if found.life == which.life:
+                return found
+        return which.log
+
+    def _behind_bytes(self, which: TieredPartition, end: int, now_s: float) -> int:
+        """Return the bytes of segments that local limits would delete, if the store had them: rows end at `end`."""
+        idle = self._idle.get(which.name)
+        if not which.limits.is_tiered or end >= which.state.end_offset:
+            return 0
+        if idle is not None and idle[:2] == (which.state.values(), which.log.end):
+            return 0  # nothing was due at the last look, and nothing has changed
+        segments = segment.survey(directory_of(self._data, which.topic, which.number))
+        if not segments:
+            return 0
+        *sealed, active = segments
+        due = which.limits.local().expired(sealed, active.size, now_s, len(sealed))
+        ends = [after.first for after in segments[1:]]
+        is_copyable = [end < each <= which.state.end_offset for each in ends[:due]]
+        return sum(part.size for part, copyable in zip(sealed, is_copyable, strict=False) if copyable)
+
     def waiting_seq(self, which: TieredPartition) -> int:
         """Return the seq of the first record that waits for its copy. Objects of the WAL from there on are needed."""
         if not which.is_behind:
             return identity.NEVER
-        seen = which.log.end, which.known.start
-        known = self._waiting.get(which.name)
-        if known is None or known[0] != seen:
-            known = self._waiting[which.name] = seen, self._first_waiting(which)
-        return known[1]
+        seen = which.log.end, which.state.start
+        cached = self._waiting.get(which.name)
+        if cached is None or cached[0] != seen:
+            cached = self._waiting[which.name] = seen, self._first_waiting(which)
+        return cached[1]
 
     def _first_waiting(self, which: TieredPartition) -> int:
         log = reader.local(self._data, which.topic, which.number)

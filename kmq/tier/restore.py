@@ -7,9 +7,9 @@ Order       1 a claim in the old lineage, so that its broker writes nothing more
             3 the router's own recovery, which rebuilds every queue from the WAL    4 a fork (kmq/router/fork.py)
             5 commits of the new lineage, by which it can itself be restored        6 `begins successor=…` in the old one
             7 `whole`, and the places
-Invariant   What comes back is one state that the broker had: the WAL up to its last row, and tables and files as of it or
+Invariant   A restore gives one state that the broker had: the WAL up to its last row, and tables and files as of it or
             before. Every object is compared with its row. The broker may have acknowledged more after the last row, so
-            by the fork the directory gets a new id and lineage, and no seq, offset, name or producer id comes again.
+            by the fork the directory gets a new id and lineage, and no seq, offset, name or producer id is used twice.
 Crash       Without `whole` the next call begins anew; no stage starts in a directory that has `restoring` and no `id`.
             With it the next call puts the rest in place. A lineage that was claimed and not begun may be restored again.
 Drill       claims nothing and makes no commits: the living broker does not notice.

@@ -1,4 +1,4 @@
-"""One turn of the copy: what the store lacks of the WAL, of tables and of small files goes up.
+"""One turn of the copy: uploads the records of the WAL, the tables and the small files that the store lacks.
 
     append.log has seqs 1…9001, the store has 1…8011  → an object wal/8012-9001…, then a commit with its row
 
@@ -49,7 +49,7 @@ from kmq.message import record
 from kmq.tier import objects
 from kmq.tier.commits import AheadError, CommitLine, CommitLog, DamagedError, FencedError, TierState, line
 from kmq.tier.objects import MEMBER_BYTES, Packed
-from kmq.tier.partitions import PartitionCopier, Uploads
+from kmq.tier.partitions import PartitionCopier, TierTotals, Uploads
 from kmq.tier.store import Store, StoreError, holds, probe
 
 DIRECTORY = "tier"  # below the data directory: what this process remembers
@@ -94,8 +94,8 @@ class Leadership:
         epoch = self.epoch()
         if epoch is None:
             leader = (self._page.leader or {}).get("broker") if self._page is not None else None
-            who = f"broker {leader}" if leader else "another broker"
-            raise FollowsError(f"{who} leads the shard {self.shard}, or nobody does; the leader makes the copy")
+            name = f"broker {leader}" if leader else "another broker"
+            raise FollowsError(f"{name} leads the shard {self.shard}, or nobody does; the leader makes the copy")
         return epoch
 
 
@@ -119,8 +119,8 @@ class SmallFiles(NamedTuple):
     """The small files of one moment, by name, and the seqs that router.ckpt and producers.ckpt cover."""
 
     contents: dict[str, bytes]
-    routed: int
-    known: int
+    routed_seq: int
+    producers_seq: int
 
     @classmethod
     def of(cls, data: str, are_all: bool) -> "SmallFiles":
@@ -152,7 +152,7 @@ class Nonces:
         self.found = (_content(self._path) or b"").decode("ascii", "replace").split()
 
     def next(self, in_force: str, is_taken_over: bool = False) -> str:
-        """Return the nonce for the next claim, which is on disk then. `in_force`: that of the last claim, or "".
+        """Return the nonce for the next claim, which is on disk then. `in_force`: the nonce of the last claim, or "".
 
         `is_taken_over`: the last claim is another directory's. Then no earlier nonce is used again.
         """
@@ -177,6 +177,7 @@ class Copier:
         uploads = Uploads(self._key, self._upload, self._commit, self._rest)
         self._partitions = PartitionCopier(data, options.limits, options.object_bytes, uploads, log)
         self._dropped_at: dict[str, float] = {}
+        self.orphans = 0  # deleted
         self.missing: list[str] = []  # rows whose object was not there at the last look at all names
         self._sweep: Sweep | None = None
         self._sweep_at = time.monotonic() + _SWEEP_FIRST_S
@@ -206,7 +207,7 @@ class Copier:
         self._log.info("tier_claimed", commit=state.number, copied_seq=self.copied)
 
     def _check_is_whole(self, number: int) -> None:
-        """Raise DamagedError if the store has fewer commits than it had: it is another one, or some were deleted."""
+        """Raise DamagedError if the store has fewer commits than it had: it is another store, or some were deleted."""
         cursor = (_content(f"{self.data}/{DIRECTORY}/cursor") or b"").split()
         if len(cursor) == 2 and cursor[1].decode("ascii", "replace") == self.lineage and int(cursor[0]) > number:
             raise DamagedError(
@@ -241,7 +242,7 @@ class Copier:
         found = SmallFiles.of(self.data, are_due and copies_wal)
         if copies_wal:
             self._copy_wal(self._options.durable())
-            if self.copied < max(found.routed, found.known):
+            if self.copied < max(found.routed_seq, found.producers_seq):
                 return False
             self._copy_tables(found)
         is_more, waiting = self._copy_partitions(found)
@@ -328,7 +329,7 @@ class Copier:
             if topic in wanted:
                 seen.add(f"{topic}/{number}")
                 try:
-                    self._copy_table(topic, number, lives[topic], at.start, at.end_offset, found.routed)
+                    self._copy_table(topic, number, lives[topic], at.start, at.end_offset, found.routed_seq)
                 except DamageError as err:
                     self._log.error("tier_table_damaged", topic=topic, partition=number, reason=err)
         gone = {name: row for name, row in self.commits.state.tables.items() if rows and name not in seen}
@@ -377,8 +378,8 @@ class Copier:
         parsed = _parsed(self.data, found)
         if parsed is None:
             return False, 0
-        known, lives = parsed
-        mine = self._partitions.found(state, known, lives)
+        states, lives = parsed
+        mine = self._partitions.found(state, states, lives)
         gone = [row.number("last") for row in state.wal if row.number("last") < reader.first_seq(self.data)]
         is_more = False
         for each in mine:
@@ -395,6 +396,16 @@ class Copier:
         self._partitions.lay_out(mine)
         return is_more, min(map(self._partitions.waiting_seq, mine), default=identity.NEVER)
 
+    def totals(self) -> TierTotals | None:
+        """Return what the store has of partitions, and what waits on this disk. The store is not asked.
+
+        None while router.ckpt is missing or damaged.
+        """
+        parsed = _parsed(self.data, SmallFiles.of(self.data, False))
+        if parsed is None:
+            return None
+        return self._partitions.totals(self._partitions.found(self.commits.state, *parsed), time.time())
+
     # --- small files -------------------------------------------------------------------------------------------------
 
     def _copy_files(self, found: SmallFiles) -> None:
@@ -409,14 +420,14 @@ class Copier:
         self._files_at = now
 
     def _changed(self, names: tuple[str, ...]) -> list[CommitLine]:
-        """Return rows of those of these files that have changed since they went up last."""
+        """Upload the files among these that have changed since the last upload, and return their rows."""
         contents = {name: content for name in names if (content := _content(f"{self.data}/{name}")) is not None}
         rows = (self._file(name, content, SmallFiles({}, 0, 0)) for name, content in contents.items())
         return [row for row in rows if row is not None]
 
     def _file(self, name: str, content: bytes, found: SmallFiles) -> CommitLine | None:
         """Copy a file, and return its row; None if the store has this content."""
-        seq = {FILES[0]: found.routed, FILES[1]: found.known}.get(name, 0)
+        seq = {FILES[0]: found.routed_seq, FILES[1]: found.producers_seq}.get(name, 0)
         before, crc = self.commits.state.files.get(name), zlib.crc32(content)
         if before is not None and (before.number("crc"), before.number("bytes")) == (crc, len(content)):
             return None
@@ -457,12 +468,13 @@ class Copier:
             self._sweep, self._sweep_at = None, time.monotonic() + _SWEEP_FIRST_S  # what it did not see is not missing
             raise
         self._options.progress(0)
+        self.orphans += len(orphans)
         if orphans:
             self._log.info("tier_orphans_deleted", count=len(orphans), first=orphans[0])
         if is_over:
             self.missing = self._sweep.missing(self.commits.state)
             for key in self.missing[:10]:
-                self._log.error("tier_object_missing", key=key, effect="what only it has cannot be restored")
+                self._log.error("tier_object_missing", key=key, effect="records that only it has cannot be restored")
             self._sweep, self._sweep_at = None, time.monotonic() + _SWEEP_S
 
 
@@ -482,8 +494,8 @@ class Sweep:
         """Look at the next `count` names. Return the orphans among them, and whether these were the last ones."""
         names = list(islice(self._names, count))
         self._unseen.difference_update(names)
-        known = self._named(state) | {full_key(self._lineage, key) for key in state.dropped}
-        made_by = ((key, _claim_of(key)) for key in names if key not in known)
+        committed = self._named(state) | {full_key(self._lineage, key) for key in state.dropped}
+        made_by = ((key, _claim_of(key)) for key in names if key not in committed)
         return [key for key, claim in made_by if claim is not None and claim < self._claim], len(names) < count
 
     def missing(self, state: TierState) -> list[str]:
@@ -546,7 +558,7 @@ def claim_line(data_id: str, leadership: Leadership | None, epoch: int) -> Commi
 
 
 def compare(data: str, rows: list[CommitLine]) -> None:
-    """Raise AheadError unless the last row of the WAL, as far as the disk still has it, says what the local WAL says."""
+    """Raise AheadError if the last row of the WAL differs from the local WAL, where the disk still has its records."""
     if not rows:
         return
     seq, (last, _) = rows[-1].number("last"), wal.last_numbered(data)

@@ -227,9 +227,9 @@ def _rows(words: Sequence[str]) -> OffsetsReply:
         start, end, following, committed = (
             _value(words[n + 1 + at], name) for at, name in enumerate(("start", "end", "next", "committed"))
         )
-        known = None if committed == "-" else offset_of(committed)
+        offset = None if committed == "-" else offset_of(committed)
         rows.append(
-            PartitionOffsets(partition_of(words[n]), offset_of(start), offset_of(end), offset_of(following), known)
+            PartitionOffsets(partition_of(words[n]), offset_of(start), offset_of(end), offset_of(following), offset)
         )
     return OffsetsReply(tuple(rows))
 

@@ -383,18 +383,18 @@ def opening(line: bytes) -> Opening:
     return decode(words)
 
 
-def further(asked: Group | Assign, line: bytes) -> Group | Assign:
+def further(first: Group | Assign, line: bytes) -> Group | Assign:
     """Return an opening with what its next line adds. Raises BadLine."""
     added = opening(line)
-    if isinstance(asked, Group) and isinstance(added, Group) and asked[:2] == added[:2]:
-        return asked._replace(topics=tuple(dict.fromkeys(asked.topics + added.topics)), more=added.more)
-    if isinstance(asked, Assign) and isinstance(added, Assign) and asked.group == added.group:
-        known = dict(asked.partitions)
+    if isinstance(first, Group) and isinstance(added, Group) and first[:2] == added[:2]:
+        return first._replace(topics=tuple(dict.fromkeys(first.topics + added.topics)), more=added.more)
+    if isinstance(first, Assign) and isinstance(added, Assign) and first.group == added.group:
+        starts = dict(first.partitions)
         for place, _ in added.partitions:
-            if place in known:
+            if place in starts:
                 raise BadLine(f"{place}: is given twice")
-        return asked._replace(partitions=asked.partitions + added.partitions, more=added.more)
-    verb = type(asked).__name__.upper()
+        return first._replace(partitions=first.partitions + added.partitions, more=added.more)
+    verb = type(first).__name__.upper()
     raise BadLine(f"more: expected a line that goes on with {verb}, of the same group and member")
 
 
@@ -417,14 +417,14 @@ def _words(line: bytes) -> list[str]:
     return text.split() or [""]
 
 
-def _options(words: Iterable[str], **known: Callable[[str], object]) -> dict[str, Any]:
+def _options(words: Iterable[str], **parsers: Callable[[str], object]) -> dict[str, Any]:
     """Return the values of `name=value`; `from` is given as `start`."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
-        parse = known.get(_SPELLED.get(name, name))
+        parse = parsers.get(_SPELLED.get(name, name))
         if not equals or parse is None:
-            shown = ", ".join(f"{_SPELLED_OUT.get(each, each)}=" for each in known)
+            shown = ", ".join(f"{_SPELLED_OUT.get(each, each)}=" for each in parsers)
             raise BadLine(f"{word[:80]!r}: unknown option; expected one of {shown}")
         if _SPELLED.get(name, name) in found:
             raise BadLine(f"{name}=: is given twice")

@@ -378,7 +378,13 @@ MUTANTS = [
     ),
     Mutant(
         "kafka: a state in front of a long log is not written again",
-        [("kmq/gateway/kafka/transaction_writer.py", "known.get(txn.id) is txn and not txn.is_changing", "False")],
+        [
+            (
+                "kmq/gateway/kafka/transaction_writer.py",
+                "transactions.get(txn.id) is txn and not txn.is_changing",
+                "False",
+            )
+        ],
         [f"{TXN_LIMITS}::test_states_are_written_again_and_what_lies_before_them_is_deleted"],
     ),
     Mutant(
@@ -419,7 +425,7 @@ MUTANTS = [
     ),
     Mutant(
         "kafka: a batch does not say which one it follows",
-        [("kmq/gateway/kafka/producing.py", "after = min(name.last_known(), first_id - 1)", "after = 0")],
+        [("kmq/gateway/kafka/producing.py", "after = min(name.last_stored_id(), first_id - 1)", "after = 0")],
         ["tests/unit/test_kafka_units.py"],
     ),
     Mutant(
@@ -697,7 +703,7 @@ MUTANTS = [
     ),
     Mutant(
         "the checkpoint takes a growth back that it does not know yet",
-        [("kmq/router/declarations.py", " or topics.has_grown(known, topic))", ")")],
+        [("kmq/router/declarations.py", " or topics.has_grown(recorded, topic))", ")")],
         [UNIT_GROWTH],
     ),
     Mutant(
@@ -796,7 +802,7 @@ MUTANTS = [
     ),
     Mutant(
         "tier: without a checkpoint a start deletes segments below the end of the rows",
-        [("kmq/router/recovery.py", "0 if row.known is row.floor else row.known.start", "row.known.start")],
+        [("kmq/router/recovery.py", "0 if row.ckpt is row.floor else row.ckpt.start", "row.ckpt.start")],
         [UNIT_TIER],
     ),
     Mutant(
@@ -885,7 +891,7 @@ MUTANTS = [
     ),
     Mutant(
         "a copy of the rest of a segment is no segment before it has its name",
-        [("kmq/log/segment.py", "return [*(each for each in kept if each < found[0]), *found]", "return found")],
+        [("kmq/log/segment.py", "return [*(each for each in copies if each < found[0]), *found]", "return found")],
         [UNIT_STARTS],
     ),
     Mutant(
@@ -911,7 +917,7 @@ MUTANTS = [
     Mutant(
         "what makes room begins a checkpoint with copies that still have their originals",
         [
-            ("kmq/router/queues.py", " or self._checkpoints.kept:", ":"),
+            ("kmq/router/queues.py", " or self._checkpoints.remnants:", ":"),
             (
                 "kmq/router/queues.py",
                 "for log in due:\n            if self._owed",
@@ -1408,7 +1414,7 @@ MUTANTS = [
     ),
     Mutant(
         "a queue of the size that the checkpoint knows is not looked at",
-        [(PARTITION_RECOVERY, " and ends_as(last.path, last.size, known.last_seq)", "")],
+        [(PARTITION_RECOVERY, " and ends_as(last.path, last.size, ckpt.last_seq)", "")],
         [FILES],
     ),
     Mutant(
@@ -1462,7 +1468,7 @@ MUTANTS = [
         [
             (
                 "kmq/gateway/groups/membership.py",
-                "if await self._keep_on_the_way(group, name, rows) or has_waited",
+                "if await self._write_on_the_way(group, name, rows) or has_waited",
                 "if has_waited",
             )
         ],

@@ -570,7 +570,7 @@ def lines_of(*functions: Callable[..., object]) -> dict[str, set[int]]:
 
 
 LINES_OF = lines_of(
-    *(Wal.roll, Wal.retain, Wal._keep_record_of, Wal._point_link, PartitionLog.roll, Retention._has_rolled),
+    *(Wal.roll, Wal.retain, Wal._shrink_to_record, Wal._point_link, PartitionLog.roll, Retention._has_rolled),
     *(Retention.retire, Retention._retire_all, Checkpointer.run, segment.begin, segment.remove, point_symlink),
     *(remnant.lay_out, remnant.settle, replace_file),
 )

@@ -65,7 +65,7 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "            self.done = known\n",
+                "            self.done = mark\n",
                 "            pass\n",
             ),
         ),
@@ -76,7 +76,7 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "self.done if known[:2] == self.done[:2] else None",
+                "self.done if mark[:2] == self.done[:2] else None",
                 "self.done",
             ),
         ),

@@ -76,8 +76,8 @@ TRIMMING = [
         edited(
             "publisher",
             (
-                "if kept and (kept == KEPT or ",
-                "if kept and (",
+                "if count and (count == KEPT or ",
+                "if count and (",
             ),
         ),
     ),
@@ -87,8 +87,8 @@ TRIMMING = [
         edited(
             "publisher",
             (
-                "(kept == KEPT or kept_bytes > KEPT_BYTES)",
-                "kept == KEPT",
+                "(count == KEPT or kept_bytes > KEPT_BYTES)",
+                "count == KEPT",
             ),
         ),
     ),
@@ -120,7 +120,7 @@ TRIMMING = [
         edited(
             "publisher",
             (
-                "if kept and (",
+                "if count and (",
                 "if (",
             ),
         ),

@@ -31,9 +31,9 @@ MUTANTS = [
         stories.what_moves_is_read_by_the_new_member_only_after_the_old_one_gave_it_up,
         (
             "coordinator",
-            "        known.answer(found.fence(known, generation), now)\n",
-            "        found.give_up(known, found.fence(known, generation), now)\n"
-            "        known.answer(found.fence(known, generation), now)\n",
+            "        entry.answer(found.fence(entry, generation), now)\n",
+            "        found.give_up(entry, found.fence(entry, generation), now)\n"
+            "        entry.answer(found.fence(entry, generation), now)\n",
         ),
     ),
     Mutant(
@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant(
         "an answer counts for what was asked later, too",
         stories.an_answer_counts_for_what_was_asked_up_to_its_generation,
-        ("group", " if asked <= generation]", "]"),
+        ("group", " if since <= generation]", "]"),
     ),
     Mutant(
         "who is silent stays",
@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "a beat is not heard",
         stories.every_word_of_a_member_is_a_sign_of_life,
-        ("coordinator", "        known.last_beat = now\n        if polled:", "        if polled:"),
+        ("coordinator", "        entry.last_beat = now\n        if polled:", "        if polled:"),
     ),
     Mutant(
         "void alarms are kept",
@@ -153,8 +153,8 @@ MUTANTS = [
         stories.who_asks_for_no_records_is_ended_although_it_beats,
         (
             "coordinator",
-            "        if polled:\n            known.last_poll",
-            "        if True:\n            known.last_poll",
+            "        if polled:\n            entry.last_poll",
+            "        if True:\n            entry.last_poll",
         ),
     ),
     Mutant(

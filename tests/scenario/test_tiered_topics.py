@@ -125,6 +125,20 @@ def test_ends_sizes_and_objects_are_shown(broker):
     shown = json.loads(broker.kmq("topics", "show", "orders", "--json").stdout)
     [log] = shown["logs"]
     assert (log["first_offset"], log["last_offset"], log["messages"]) == (0, COUNT - 1, COUNT)
+    [row] = rows.of(f"{broker.data}/topics/orders/0").rows[-1:]
+    assert 0 < log["local_start"] <= row.next == log["tier_end"] and log["tier_objects"] > 3
+    [topic] = [
+        each
+        for each in json.loads(broker.kmq("topics", "list", "--json").stdout)["topics"]
+        if each["topic"] == "orders"
+    ]
+    assert topic["tier_bytes"] == log["tier_bytes"] > 3 << 20
+    assert f"{log['local_start']:,}" in broker.kmq("topics", "describe", "orders").stdout
+    status = json.loads(broker.kmq("tier", "status", "--json").stdout)
+    assert (status["partitions"], status["row_bytes"]) == (1, log["tier_bytes"])
+    assert status["rows"] == log["tier_objects"] and status["behind_bytes"] < 2 << 20
+    copy = json.loads(broker.kmq("status", "--json").stdout)["copy"]
+    assert (copy["objects"], copy["bytes"]) == (log["tier_objects"], log["tier_bytes"])
     assert shown["limits"]["tier"]["value"] == "on" and shown["limits"]["local_retention_bytes"]["value"] == 1 << 20
     objects = json.loads(broker.kmq("tier", "ls", "orders", "--json").stdout)
     assert objects[0]["from"] == "0" and {each["what"] for each in objects} == {"add orders/0"}

@@ -32,7 +32,7 @@ async def started(budget, nbytes, waits=True):
     async def run():
         call = GrpcCall()
         try:
-            await budget.take(call, nbytes)
+            await budget.reserve(call, nbytes)
             call.since = time.monotonic() if waits else 0.0
             ready.set_result(call)
             await asyncio.Event().wait()
@@ -66,11 +66,11 @@ def test_a_call_that_waits_for_us_does_not_give_way(monkeypatch):
         budget = Budget(100, 0.0)
         first, task = await started(budget, 60, waits=False)
         with pytest.raises(RequestRefused) as refused:
-            await budget.take(GrpcCall(), 50)
+            await budget.reserve(GrpcCall(), 50)
         assert refused.value.code == "too_many" and not first.why_ended
         task.cancel()
         await asyncio.wait([task])
-        await budget.take(GrpcCall(), 50)
+        await budget.reserve(GrpcCall(), 50)
         assert budget.used == 50
 
     within(run())
@@ -79,8 +79,8 @@ def test_a_call_that_waits_for_us_does_not_give_way(monkeypatch):
 def test_one_call_may_hold_more_than_there_is_where_it_is_alone():
     async def run():
         budget, call = Budget(100, 0.0), GrpcCall()
-        await budget.take(call, 500)
-        await budget.take(call, 300)
+        await budget.reserve(call, 500)
+        await budget.reserve(call, 300)
         assert budget.used == 300
 
     within(run())
@@ -96,9 +96,9 @@ def test_a_call_whose_request_is_read_does_not_give_way_to_another_request(monke
         call, other = GrpcCall(), GrpcCall()
         await made.read(call, SimpleNamespace(read=lambda: read))
         call.since = time.monotonic() - PATIENCE_S  # its client does not read the response
-        await made.receiving.take(other, made.receiving.most)
+        await made.receiving.reserve(other, made.receiving.most)
         with pytest.raises(RequestRefused):
-            await made.receiving.take(GrpcCall(), 1)
+            await made.receiving.reserve(GrpcCall(), 1)
         assert not call.why_ended
 
     within(run())

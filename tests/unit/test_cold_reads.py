@@ -14,7 +14,7 @@ from log_server import up
 from made_up import FIRST_TS
 from tiered import TieredBroker, lines
 
-from kmq.broker.stats import Incidents, Strangers
+from kmq.broker.stats import Incidents, StatsPage, Strangers
 from kmq.config.settings import load
 from kmq.gateway.core import cold as cold_module
 from kmq.gateway.core import partitions as partitions_module
@@ -30,10 +30,12 @@ from kmq.gateway.grpc.calls import Streams
 from kmq.gateway.grpc.podbus import PodBus
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service
+from kmq.gateway.server import Gateway
 from kmq.log import reader, rows
 from kmq.log.bounds import Bounds, measure
 from kmq.log.damage import DamageError
 from kmq.log.deleted_records import DeletedRecords
+from kmq.log.identity import open_data
 from kmq.log.rows import NotHereError
 from kmq.log.segment import SEQ, Limits
 from kmq.tier import cache as cache_module
@@ -121,7 +123,7 @@ def test_batches_and_ranges_have_the_same_bytes(cold, nbytes):
             else:
                 asked = cold.get(Range, cold.log(), offset, COUNT, nbytes)
                 assert asked.first_offset == offset
-                while span := asked.take():
+                while span := asked.next_span():
                     found += span.read()
                 asked.close()
                 offset = asked.next_offset
@@ -136,7 +138,7 @@ def test_a_range_ends_before_the_first_row_that_is_not_there(cold):
     cold.cache.fetch(missing.value.directory, missing.value.life, row)
     asked = Range(cold.log(), row.base + 3, COUNT)
     assert (asked.first_offset, asked.next_offset) == (row.base + 3, row.next)
-    span = asked.take()
+    span = asked.next_span()
     assert span.read() == b"".join(cold.sent[row.base + 3 : row.next])
     asked.close()
 
@@ -156,7 +158,7 @@ def test_a_row_that_reaches_into_the_segments_is_read_once(tmp_path):
         first, text = cold.get(partition.read, offset, 1 << 20)
         assert first == offset and text == b"".join(cold.sent[offset : offset + text.count(b"\n")])
         asked = cold.get(partition.range, offset, offset + 40)
-        found = asked.take().read()
+        found = asked.next_span().read()
         assert asked.first_offset == offset and found == b"".join(cold.sent[offset : asked.next_offset])
         asked.close()
     made.kill()
@@ -171,7 +173,7 @@ def test_a_read_before_the_start_begins_at_the_start(cold):
     assert cold.get(partition.read, 0, 1)[0] == start == partition.start() == Bounds(cold.data).of("t", 0)[0]
     assert cold.get(partition.batch, 3, 1).offset == start
     asked = cold.get(partition.range, 0, COUNT)
-    assert asked.first_offset == start and asked.take().read().startswith(cold.sent[start])
+    assert asked.first_offset == start and asked.next_span().read().startswith(cold.sent[start])
     asked.close()
     assert cold.get(cold.log().find, 1, SEQ).offset == start
     assert 0 not in cold.fetched  # the row before the start is not needed
@@ -267,7 +269,7 @@ def test_what_the_disk_has_is_read_as_ever_though_tier_is_damaged(cold, damaged)
     offset, found = damaged, b""
     while offset < COUNT:
         asked = partition.range(offset)
-        while span := partition.take(asked):
+        while span := partition.next_span(asked):
             found += span.read()
         offset = asked.next_offset
         asked.close()
@@ -399,7 +401,7 @@ def whole_range(partition):
     """The bytes of the first object, as a consumer that catches up gets them."""
     asked, found = partition.range(0), b""
     try:
-        while span := partition.take(asked):
+        while span := partition.next_span(asked):
             found += span.read()
     finally:
         asked.close()
@@ -519,6 +521,78 @@ def test_a_store_that_is_away_is_told_from_an_end(cold):
         assert found[0] == (0, broker.sent[0][:-1])
 
     run(cold.data, scenario, f"file://{broker.store.root}")
+
+
+def test_readers_who_wait_for_a_store_in_vain_are_counted_from_the_first(cold):
+    broker = cold.broker
+    os.rename(broker.store.root, f"{broker.store.root}-away")
+
+    async def scenario(settings, fetching):
+        page = StatsPage(settings.instance, open_data(cold.data), cold.data)
+        row, cursor = page.rows["gateway"], Cursor(fetching.partitions.open("t", 0), 0)
+        with pytest.raises(RequestRefused):
+            await fetching.fetch([cursor], ALL, values, asyncio.Event())
+
+        def is_said():
+            fetching.cold.publish(page)
+            return row.tier_failing_since
+
+        await until(is_said, "the store fails")
+        since = row.tier_failing_since
+        assert is_said() == since and fetching.cold.store.requests["get", "missing"]
+        os.rename(f"{broker.store.root}-away", broker.store.root)
+        await fetching.fetch([cursor], ALL._replace(wait_s=60.0), values, asyncio.Event())
+        await until(lambda: not is_said(), "no reader waits any more")
+        assert fetching.cold.store.received > 0
+
+    run(cold.data, scenario, f"file://{broker.store.root}", has_settings=True)
+
+
+def test_damage_of_an_object_is_said_with_topic_and_offsets_until_it_can_be_read(cold):
+    row = rows.of(cold.broker.directory()).rows[1]
+    path = f"{cold.broker.store.root}/{cold.broker.copier.lineage}/{row.key}"
+    os.rename(path, f"{path}-away")
+
+    async def scenario(settings, fetching):
+        page = StatsPage(settings.instance, open_data(cold.data), cold.data)
+        partition = fetching.partitions.open("t", 0)
+        for _ in range(2):
+            with pytest.raises(RequestRefused):
+                await fetching.run(partition.read, row.base, 1)
+            fetching.cold.publish(page)
+            assert page.rows["gateway"].tier_damaged == 1
+            assert page.note_of("gateway").startswith(f"offsets {row.base} to {row.next - 1} of t/0: ")
+        os.rename(f"{path}-away", path)
+        await fetching.run(partition.read, row.base, 1)
+        fetching.cold.publish(page)
+        assert page.rows["gateway"].tier_damaged == 0
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}", has_settings=True)
+
+
+def test_readers_who_wait_for_room_are_counted_from_the_first(cold, monkeypatch):
+    monkeypatch.setattr(cold_module, "_FULL_S", 1e9)
+    directory, found = cold.broker.directory(), rows.of(cold.broker.directory()).rows
+
+    async def scenario(settings, fetching):
+        page, reads = StatsPage(settings.instance, open_data(cold.data), cold.data), fetching.cold
+        reads._open()._most = 2 * found[0].nbytes  # half of it: one object
+        for row in found[:2]:
+            reads.want(NotHereError(directory, 1, row))
+
+        def is_said():
+            reads.publish(page)
+            return page.rows["gateway"].cache_full_since
+
+        await until(is_said, "the second has no room until the first was read")
+        since = is_said()
+        assert fetching.partitions.open("t", 0).read(found[0].base, 1)[0] == found[0].base
+        await until(lambda: not reads.waiting, "the second has room")
+        assert reads.cache_waits == 1 and is_said() == since
+        monkeypatch.setattr(cold_module, "_FULL_S", 0.0)
+        assert not is_said()
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}", has_settings=True)
 
 
 def test_an_object_that_is_gone_is_damage_and_neighbours_go_on(cold):
@@ -679,6 +753,31 @@ def test_what_lies_in_the_cache_at_a_start_gives_way_before_anything_is_read(col
         again.close()
 
     asyncio.run(scenario())
+
+
+def test_a_gateway_counts_its_cache_at_the_start_and_podbus_reads_and_heals_through_it(cold, tmp_path):
+    fetch(cold, 1)
+    ports = dict.fromkeys(("GRPC", "HTTP", "METRICS", "EGRESS", "STATUS", "KAFKA"), "0")
+    settings = {f"KMQ_{name}_PORT": port for name, port in ports.items()} | {
+        "KMQ_TIER": f"file://{cold.broker.store.root}",
+        "KMQ_PODBUS_TOPIC": "t",
+        "KMQ_PIPES": str(tmp_path),
+    }
+
+    async def scenario(found):
+        gateway = Gateway(found.settings, found.page, FakeLogger())
+        serving = asyncio.create_task(gateway.run())
+        await until(lambda: gateway.core.cold.nbytes == cold.cache.nbytes, "what lies there from before is counted")
+        assert not gateway.core.cold.fetched
+        first = await gateway.bus.consume(SimpleNamespace(offset=1), None)
+        harm(cold)
+        assert await gateway.bus.consume(SimpleNamespace(offset=1), None) == first and gateway.core.cold.fetched == 2
+        gateway.stopping.set()
+        await serving
+
+    with up(cold.data, synced=COUNT, **settings) as found:
+        found.page.rows["router"].seq = COUNT
+        asyncio.run(scenario(found))
 
 
 def test_without_a_store_or_a_cache_a_start_does_nothing(cold):

@@ -119,7 +119,7 @@ def test_records_go_but_the_first_and_the_last_of_a_segment_never(data):
     before = records(data)
     with compaction.compactor(data) as where:
         saved = compaction.lay_out(data, which, range(which.first, which.end), where)
-    with open(f"{which.place(data)}/log", "rb") as file:
+    with open(f"{which.outbox_path(data)}/log", "rb") as file:
         lines = file.read().split(b"\n")[:-1]
     assert len(lines) == which.end - which.first and saved > 4000
     assert {n: line for n, line in enumerate(lines, which.first) if line} == {
@@ -215,7 +215,7 @@ def test_the_router_waits_with_a_sealed_segment_that_is_not_on_disk_until_it_is(
 def test_what_retention_or_a_rebuild_has_changed_meanwhile_is_discarded(data):
     sealed, _ = lay_out(data)
     other = Sealed("users", 0, sealed[1].first, sealed[1].end + 1)
-    os.rename(sealed[1].place(data), other.place(data))
+    os.rename(sealed[1].outbox_path(data), other.outbox_path(data))
     queues = start(data, COUNT)
     state(queues).retire(1)
     untouched = pathlib.Path(sealed[1].path(data)).read_bytes()
@@ -298,7 +298,7 @@ def write_end(data):
 def test_a_kill_before_the_index_is_renamed_is_healed_by_a_start_alone(data):
     (which, *_), _ = lay_out(data)
     os.unlink(segment.index_path(which.path(data)))
-    os.rename(f"{which.place(data)}/log", which.path(data))
+    os.rename(f"{which.outbox_path(data)}/log", which.path(data))
     start(data, COUNT)
     assert index.is_whole(which.path(data))
     install(data)

@@ -61,7 +61,7 @@ def test_what_all_connections_are_owed_is_counted(connect):
 
 
 def test_a_refused_connection_stays_open_for_one_sweep_and_too_many_of_them_do_not(connect, monkeypatch):
-    monkeypatch.setattr(farewell, "_KEPT", 1)
+    monkeypatch.setattr(farewell, "_MOST_OPEN", 1)
     farewells = Farewells()
     (kept, first), (closed, second) = connect(), connect()
     farewells.refuse(first.sock, b"!err 0 connections too many\n")

@@ -123,6 +123,6 @@ def test_more_than_can_be_kept_is_not_left_behind():
     deliveries = Deliveries()
     sent(deliveries, 0, 1, 2)
     sent(deliveries, 3, 4)
-    first_kept = deliveries.answers.first_kept
-    assert [first_kept("g", "m", PLACE, 0, most) for most in (5, 4)] == [None, 0]
-    assert [first_kept("g", "m", PLACE, 2, most) for most in (3, 2)] == [None, 2], "committed up to 2"
+    first_on_the_way = deliveries.answers.first_on_the_way
+    assert [first_on_the_way("g", "m", PLACE, 0, most) for most in (5, 4)] == [None, 0]
+    assert [first_on_the_way("g", "m", PLACE, 2, most) for most in (3, 2)] == [None, 2], "committed up to 2"

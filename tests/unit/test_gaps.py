@@ -114,8 +114,8 @@ def test_no_answer_spans_the_gap(broker, data):
     log = reader.partition(data, "t", 0)
     assert (log.read(7)[0], log.read(7)[1].count(b"\n")) == (7, 3)
     part = Range(log, 7, TO + 5)
-    assert (part.first_offset, part.next_offset, part.take().nbytes) == (7, 10, part.length)
-    assert part.take() is None
+    assert (part.first_offset, part.next_offset, part.next_span().nbytes) == (7, 10, part.length)
+    assert part.next_span() is None
     batch = Partitions(data).open("t", 0).batch(7, MAX_BATCH)
     assert (batch.offset, batch.lines) == (7, 3)
     broker.stop()

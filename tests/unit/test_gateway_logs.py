@@ -426,12 +426,12 @@ def test_a_range_whose_reader_leaves_is_closed_once_the_span_in_hand_is_found(la
     monkeypatch.setattr(partitions, "_checked", slowly)
     asked = partitions.Range(reader.partition(str(large), "t", 0), 0, 100)
     with ThreadPoolExecutor() as threads:
-        taken = threads.submit(asked.take)
+        taken = threads.submit(asked.next_span)
         assert begun.wait(PATIENCE_S)
         closed = threads.submit(asked.close)
         may_go_on.set()
         assert taken.result(PATIENCE_S).nbytes and closed.result(PATIENCE_S) is None
-    assert asked.take() is None
+    assert asked.next_span() is None
 
 
 def test_a_segment_that_was_replaced_is_not_sent_as_the_one_that_was_looked_at(large):

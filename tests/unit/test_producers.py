@@ -811,7 +811,7 @@ def test_many_names_are_copied_some_at_a_time(data, monkeypatch):
     for n in range(100):
         known.remember(known.producer(b"%d" % n, NOW), 1, n + 1, 1, NOW)
     monkeypatch.setattr(
-        dedupe_file.TableSnapshot, "keep", lambda *args, keep=dedupe_file.TableSnapshot.keep: copied.append(keep(*args))
+        dedupe_file.TableSnapshot, "add", lambda *args, add=dedupe_file.TableSnapshot.add: copied.append(add(*args))
     )
     saver = DedupeSaver(data, known)
     saver.begin_snapshot(100, NOW)

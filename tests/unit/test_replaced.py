@@ -256,11 +256,11 @@ def test_a_pass_is_due_again_when_as_much_was_sealed_as_the_last_one_kept(data):
     assert passes.due(data, [table(data)], CLOCK) == [(table(data), 0)]
     compact(data)
     done = passes.read(data)[TOPIC, 0]
-    assert done.end == sealed(data)[-1].end and 0 < done.kept <= sum(map(len, records(data).values()))
+    assert done.end == sealed(data)[-1].end and 0 < done.bytes_left <= sum(map(len, records(data).values()))
     assert passes.due(data, [table(data)], CLOCK) == []
     second = sealed(data)[1]
     new = sum(os.path.getsize(segment.path(data)) for segment in sealed(data)[1:])
-    assert is_due(data, end=second.first, kept=new) and not is_due(data, end=second.first, kept=new + 1)
+    assert is_due(data, end=second.first, bytes_left=new) and not is_due(data, end=second.first, bytes_left=new + 1)
     assert passes.due(data, [table(data)._replace(from_seq=7)], CLOCK) != []
 
 
@@ -376,13 +376,13 @@ def test_a_consumer_gets_every_record_though_its_segment_is_swapped_just_then(da
     gone = set(expected(data))
     kept = {offset: line for offset, line in records(data).items() if offset not in gone}
     assert lay_out(data) > 3  # laid out: the first read meets the swap
-    take = Range.take
+    next_span = Range.next_span
 
-    def swapped(asked):
+    def swapped(selection):
         install(data)
-        return take(asked)
+        return next_span(selection)
 
-    monkeypatch.setattr(Range, "take", swapped)
+    monkeypatch.setattr(Range, "next_span", swapped)
     settings = load({"KMQ_DATA": data, "KMQ_PIPES": data}, toml="")
     sink = Sink()
 

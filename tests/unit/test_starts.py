@@ -384,8 +384,8 @@ def test_what_is_owed_ends_with_its_topic(data, monkeypatch):
 
 def test_a_start_while_a_checkpoint_is_written_does_not_wait_for_it(data, monkeypatch):
     sent = [*lines(60), start(33), *lines(30, 60), start(90), *lines(10, 90)]
-    router, may_fill, fill = Router(data, sent).up().route(1, 60), threading.Event(), remnant.Kept.fill
-    monkeypatch.setattr(remnant.Kept, "fill", lambda kept: may_fill.wait(30) and fill(kept))
+    router, may_fill, fill = Router(data, sent).up().route(1, 60), threading.Event(), remnant.Remnant.fill
+    monkeypatch.setattr(remnant.Remnant, "fill", lambda copy: may_fill.wait(30) and fill(copy))
     router.route(61, 102)
     assert router.queues.checkpoints.is_busy
     assert reader.partition(data, "t", 0).end_offset() == 100, "the records behind it are routed meanwhile"
@@ -524,7 +524,7 @@ def test_what_makes_room_while_a_log_is_opened_leaves_the_copies_of_other_logs(d
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 _TRACED = (
-    *(remnant.lay_out_rest, remnant.Kept.fill, remnant.settle, checkpoint.Checkpointer.run, segment.remove),
+    *(remnant.lay_out_rest, remnant.Remnant.fill, remnant.settle, checkpoint.Checkpointer.run, segment.remove),
     *(Retention.begin_at, Retention.begin_owed, Retention._retire_before, recovery._settle),
 )
 

@@ -130,6 +130,36 @@ def test_idle_partitions_cost_nothing(made):
     assert not os.path.exists(rows.path_of(made.directory()))
 
 
+def test_what_local_limits_would_delete_is_behind_until_the_store_has_it(made):
+    made.send(*lines(400))
+    made.checkpoint()
+    made.store.is_away = True
+    with pytest.raises(StoreError):
+        made.copier.turn()
+    due = made.local()[:-3]  # three segments' bytes may stay, the active one's among them
+    sizes = [part.size for part in segment.survey(made.directory())][: len(due)]
+    found = made.copier.totals()
+    assert (found.rows, found.local_limit) == (0, 3 * SEGMENT) and len(due) > 3
+    assert sum(sizes[:-1]) <= found.behind_bytes <= sum(sizes)
+    made.store.is_away = False
+    made.turn()
+    held = rows.of(made.directory()).rows
+    assert made.copier.totals() == (len(held), sum(row.nbytes for row in held), 0, 3 * SEGMENT)
+
+
+def test_a_new_process_knows_what_is_behind_though_the_store_is_away(made):
+    made.send(*lines(400))
+    made.turn()
+    made.send(*lines(400, 400))
+    made.checkpoint()
+    before = made.copier.totals()
+    made.kill_copier()
+    made.store.is_away = True
+    with pytest.raises(StoreError):
+        made.copier.turn()
+    assert made.copier.totals() == before and 0 < before.behind_bytes < 50_000 and before.rows > 3
+
+
 def test_a_sealed_segment_that_is_due_goes_up_whatever_its_size_and_is_deleted_then(tmp_path):
     limits = Limits(segment_bytes=SEGMENT, tier="on", local_retention_bytes=SEGMENT)
     broker = TieredBroker(tmp_path, limits)

@@ -243,7 +243,7 @@ def test_a_change_of_a_topic_whose_declaration_is_damaged_is_carried_out(data):
     queues, framer = started(data, len(CHANGES)), Framer(data)
     path = Path(data, "topics/orders/topic.toml")
     path.write_text(path.read_text().replace('"1 GiB"', "1 GiB"))  # by hand, without the quotes
-    topic_changes.delete(data, "orders", topics.known_from_seq(data, "orders"))
+    topic_changes.delete(data, "orders", topics.from_seq_of(data, "orders"))
     assert framer.due() == []
     queues.tick()
     assert framer.due() == [(11, "delete", "orders", 4)] and queues.context.logger.of("topic_mended")

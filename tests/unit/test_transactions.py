@@ -83,7 +83,7 @@ class Writer:
     async def store_offsets(self, offsets, decided_seq):
         pass
 
-    async def keep_name(self, pid):
+    async def touch_name(self, pid):
         self.asked.append(pid)
 
     async def write_state(self, txn, state, *, frees=False):

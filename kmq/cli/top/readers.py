@@ -147,12 +147,12 @@ class LocalReader:
             self.close()
             return own | {"notes": {"groups": "no gateway: it is what knows the groups", "events": since}}
         self._asker = self._asker or Asker(lambda: of_directory(self._settings), _ASK_S)
-        told, problem, age_s = self._asker.last()
-        if told is None or age_s > _OLD_S:
+        answer, problem, age_s = self._asker.last()
+        if answer is None or age_s > _OLD_S:
             return own | {"notes": {"groups": problem or "asking the gateway", "events": since}}
         notes = {"groups": f"{age_s:.0f} s old: {problem}", "events": since} if problem else {}
         names = ("groups", "groups_total", *(() if problem else ("events",)))
-        return own | {name: told[name] for name in names if name in told} | {"notes": notes}
+        return own | {name: answer[name] for name in names if name in answer} | {"notes": notes}
 
     def snapshot(self) -> TopSnapshot:
         """Return the same as a value, with the problem if the state cannot be read now."""
@@ -190,10 +190,10 @@ class RemoteReader:
 
     def snapshot(self) -> TopSnapshot:
         self._asker = self._asker or Asker(lambda: self._gateway, _ASK_S / 2)
-        told, problem, _ = self._asker.last()
-        if told is None:
+        answer, problem, _ = self._asker.last()
+        if answer is None:
             return parse({}, problem or f"asking {self._gateway.url}")
-        return parse(told, problem)
+        return parse(answer, problem)
 
     def close(self) -> None:
         if self._asker is not None:

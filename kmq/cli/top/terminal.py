@@ -1,8 +1,7 @@
 """The terminal of `kmq top`: keys, size, frames, signals. At the end it is restored to its former state.
 
 Invariant   However the command ends (q, Ctrl-C, SIGTERM, SIGHUP, an error), the modes of the terminal, its screen and
-its
-            cursor are as before. Only SIGKILL leaves them: `reset` repairs that.
+            its cursor are as before. Only SIGKILL leaves them: `reset` repairs that.
 Signals     INT, TERM and HUP end the loop, even while a frame is being written: a terminal that accepts no output must
             not keep the command. TSTP (Ctrl-Z) restores the terminal, CONT takes it again. WINCH redraws.
 Cost        A frame writes only the lines that differ from those shown.

@@ -219,7 +219,7 @@ def _newest(begun: list[_Read], wanted: Wanted) -> dict[str, Any]:
     left = [(-read.below, number) for number, read in enumerate(begun) if read.offset > read.first]
     heapify(left)
     top = -left[0][0] if left else 0
-    kept: list[Message] = []
+    newest: list[Message] = []
     floor = count = 0  # there is no room for anything older than `floor`
     is_cut = False
     # Each partition gets a window before the search ends. An interrupted round is less than half of the search.
@@ -231,20 +231,20 @@ def _newest(begun: list[_Read], wanted: Wanted) -> dict[str, Any]:
             break
         read = begun[left[0][1]]
         at = read.offset
-        found = kept + _window(read, wanted, most)
+        found = newest + _window(read, wanted, most)
         count += at - read.offset
-        kept = _held([message for message in found if message.seq >= floor], wanted.limit, newest_first=True)
-        is_cut |= len(kept) < len(found)
-        if is_cut or len(kept) == wanted.limit:
-            floor = kept[-1].seq
+        newest = _held([message for message in found if message.seq >= floor], wanted.limit, newest_first=True)
+        is_cut |= len(newest) < len(found)
+        if is_cut or len(newest) == wanted.limit:
+            floor = newest[-1].seq
         if read.offset > read.first:
             heapreplace(left, (-read.below, left[0][1]))
         else:
             heappop(left)
     reached = -left[0][0] if left else 0
-    kept = [message for message in kept if message.seq >= reached]
-    rows = _rows(kept)
-    is_cut |= len(rows) < len(kept)
+    newest = [message for message in newest if message.seq >= reached]
+    rows = _rows(newest)
+    is_cut |= len(rows) < len(newest)
     if rows and (floor or is_cut):
         reached = max(reached, int(rows[-1]["seq"]))
     looked = sum(_looked(read, reached if wanted.is_search else 0) for read in begun)
@@ -470,10 +470,10 @@ class Follower:
 
 def _within(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return as many of the rows as a line may hold, the newest ones."""
-    size, kept = 0, len(rows)
-    while kept:
-        size += weight(rows[kept - 1])
-        if size > _LINE_BYTES and kept < len(rows):
+    size, first = 0, len(rows)
+    while first:
+        size += weight(rows[first - 1])
+        if size > _LINE_BYTES and first < len(rows):
             break
-        kept -= 1
-    return rows[kept:]
+        first -= 1
+    return rows[first:]

@@ -93,9 +93,9 @@ class History:
         for group, series in self._lags.items():
             series.put(step, lags.get(group, _UNKNOWN))
 
-    def forget(self, known: set[str]) -> None:
-        """Forget groups that are not among `known`, to make room for others."""
-        for group in [group for group in self._lags if group not in known]:
+    def forget(self, groups: set[str]) -> None:
+        """Forget groups that are not among `groups`, to make room for others."""
+        for group in [group for group in self._lags if group not in groups]:
             del self._lags[group]
 
     def document(self) -> dict[str, Any]:
@@ -356,8 +356,8 @@ class ConsoleOverview:
 
 def _ordered(values: Mapping[str, Any], is_descending: bool) -> list[str]:
     """Return the names in the order of their values, then of the names; those without a value come last."""
-    known = sorted(name for name, value in values.items() if value is not None)
-    unknown = sorted(values.keys() - set(known))
+    present = sorted(name for name, value in values.items() if value is not None)
+    unknown = sorted(values.keys() - set(present))
     # no limit is more than any limit
-    known.sort(key=lambda name: math.inf if values[name] == UNLIMITED else values[name], reverse=is_descending)
-    return known + unknown
+    present.sort(key=lambda name: math.inf if values[name] == UNLIMITED else values[name], reverse=is_descending)
+    return present + unknown

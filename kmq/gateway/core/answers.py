@@ -1,6 +1,6 @@
 """The memory of answers that are being sent, over HTTP and gRPC together: one budget.
 
-    await budget.take(holder, 5 * MIB); read; budget.settle(holder, 3 * MIB); send; budget.release(holder)
+    await budget.reserve(holder, 5 * MIB); read; budget.settle(holder, 3 * MIB); send; budget.release(holder)
 
 Invariant   A read of records reserves its share before it begins, and keeps what it found until the client has taken
             it. All shares together are at most the budget, or one answer if a single message is longer.
@@ -81,7 +81,7 @@ class Budget:
         self._held: dict[BudgetHolder, int] = {}
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
-    async def take(self, holder: BudgetHolder, nbytes: int) -> None:
+    async def reserve(self, holder: BudgetHolder, nbytes: int) -> None:
         """Make `nbytes` the share of `holder`, waiting until they are free. Raises RequestRefused after _LONGEST_WAIT_S."""
         if self._turn.locked() or not self._fits(holder, nbytes):
             try:

@@ -56,25 +56,25 @@ class Broker:
         settings, row = self.settings, self.page.rows[REPLICA]
         if not settings.shard:
             raise RequestRefused("not_found", "this broker is of no shard: KMQ_SHARD is not set")
-        known = known_shard(settings.pipes)
+        shard = known_shard(settings.pipes)
         state = state_of(REPLICA, row)
         brokers = {
             name: each and each | {"role": _ROLES.get(each["role"], each["role"])}
-            for name, each in known.get("brokers", {}).items()
+            for name, each in shard.get("brokers", {}).items()
         }
         return {
             "shard": settings.shard,
-            "broker": known.get("broker", settings.broker),
+            "broker": shard.get("broker", settings.broker),
             "role": _ROLES.get(row.role_name, row.role_name) or "waiting",
-            "leader": known.get("leader"),
-            "isr": known.get("isr", []),
+            "leader": shard.get("leader"),
+            "isr": shard.get("isr", []),
             "epoch": row.epoch,
             "version": row.version,
-            "min_insync": known.get("min_insync", 0),
+            "min_insync": shard.get("min_insync", 0),
             "hw": row.seq,
             "end": row.last,
-            "problem": f"replica_{state}" if state in LIFELESS else row.problem_name or known.get("problem", ""),
-            "as_of": known.get("as_of"),
+            "problem": f"replica_{state}" if state in LIFELESS else row.problem_name or shard.get("problem", ""),
+            "as_of": shard.get("as_of"),
             "brokers": brokers,
         }
 

@@ -153,11 +153,11 @@ class Compactor:
 
     def _note(self, table: CompactedTopic, place: SyncedPartition, comparison: KeyComparison, removed: int) -> None:
         """Note a complete pass. Notes of other lives of a topic, or of topics no longer compacted, are removed."""
-        kept = comparison.nbytes - removed
+        bytes_left = comparison.nbytes - removed
         if not comparison.sealed:
             return
-        done = Pass(table.from_seq, comparison.sealed[-1].end, kept, comparison.young, int(time.time()))
-        lives = {known.name: known.from_seq for known in self._tables.found()}
+        done = Pass(table.from_seq, comparison.sealed[-1].end, bytes_left, comparison.young, int(time.time()))
+        lives = {each.name: each.from_seq for each in self._tables.found()}
         rows = {at: row for at, row in passes.read(self._data).items() if lives.get(at[0]) == row.from_seq}
         passes.write(self._data, rows | {(table.name, place.partition): done})
 
@@ -169,7 +169,7 @@ class Compactor:
         saved = compaction.lay_out(self._data, found.segment, found.offsets, where, step)
         self._log.info("segment_laid_out", segment=found.segment, removed=found.count, saved=saved)
         if self._install_s:
-            self._wait_for_router(lambda: os.path.exists(found.segment.place(self._data)))
+            self._wait_for_router(lambda: os.path.exists(found.segment.outbox_path(self._data)))
         return saved
 
     def _wait_for_router(self, has_left: Callable[[], object]) -> None:

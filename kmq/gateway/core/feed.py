@@ -86,10 +86,10 @@ class Feed:
                 cursor.fill()
         self._ended_at = None if any(cursor.read for cursor in self._cursors) else before
         # An exhausted partition has no more records up to `upto`. Another one is known up to its last record read.
-        known = min([upto, *(cursor.read[-1][0] for cursor in self._cursors if cursor.read)])
+        complete = min([upto, *(cursor.read[-1][0] for cursor in self._cursors if cursor.read)])
         entries: list[tuple[int, bytes]] = []
         for cursor in self._cursors:
-            while cursor.read and cursor.read[0][0] <= known:
+            while cursor.read and cursor.read[0][0] <= complete:
                 entries.append(cursor.read.popleft())
         for seq, line in sorted(entries):
             fields = line.split(b"|", 5)  # hot loop: record.fields, without the names

@@ -92,7 +92,7 @@ class Range:
         self._spans = self._check()
         self._lock = threading.Lock()  # a request that is cancelled closes while a thread may be taking a span still
 
-    def take(self) -> Span | None:
+    def next_span(self) -> Span | None:
         """Return the next span; None at the end. Raises DamageError once all earlier good records are taken."""
         with self._lock:
             return next(self._spans, None)
@@ -120,7 +120,7 @@ class Range:
                 offset, begin, piece = first, 0, None
                 if not self._parts:
                     begin_at = max(begins, first)
-                    piece = _holding(segment, begin_at, self._log.known_in(segment, begin_at))
+                    piece = _holding(segment, begin_at, self._log.resume_point(segment, begin_at))
                     if piece is None:
                         _check_whole(segment, begin_at, following)
                         continue
@@ -194,9 +194,9 @@ def _check_whole(segment: SegmentReader, offset: int, following: int) -> None:
         raise segment.damage(segment.size, segment.size, offset, following, "the log ends before the next segment")
 
 
-def _holding(segment: SegmentReader, offset: int, known: LineStart) -> CheckedLines | None:
+def _holding(segment: SegmentReader, offset: int, near: LineStart) -> CheckedLines | None:
     """Return the lines of the block with the first record at `offset` or later, from that record on."""
-    for piece in segment.checked_lines(offset, known):
+    for piece in segment.checked_lines(offset, near):
         if piece.next_offset > offset:
             lines = _rest(piece, offset, segment.by_seq)
             first = record.seq_of(lines) if segment.by_seq else max(offset, piece.offset)
@@ -222,19 +222,19 @@ def _last_block_end(segment: SegmentReader, piece: CheckedLines, limit: int) -> 
     return piece.next_offset
 
 
-def _end(segment: SegmentReader, known: LineStart, end: int) -> tuple[int, int]:
+def _end(segment: SegmentReader, near: LineStart, end: int) -> tuple[int, int]:
     """Return (byte, offset) where the records before `end` stop, given the start of an earlier line."""
     with suppress(DamageError):
-        return _stop(segment, end, known, end)
-    return _stop(segment, known[0], known, end, known[1] + PIECE_BYTES)
+        return _stop(segment, end, near, end)
+    return _stop(segment, near[0], near, end, near[1] + PIECE_BYTES)
 
 
-def _stop(segment: SegmentReader, offset: int, known: LineStart, end: int, limit: int = _NEVER) -> tuple[int, int]:
+def _stop(segment: SegmentReader, offset: int, near: LineStart, end: int, limit: int = _NEVER) -> tuple[int, int]:
     """Return the same as `_end` by reading from record `offset` on, at most to byte `limit` or to damage."""
-    following, stop = known
+    following, stop = near
     found = False
     try:
-        for piece in segment.checked_lines(offset, known):
+        for piece in segment.checked_lines(offset, near):
             found, following, stop = True, piece.next_offset, piece.position + len(piece.lines)
             if following >= end:
                 return stop - (len(_rest(piece, end, segment.by_seq)) if following > end else 0), end
@@ -299,7 +299,7 @@ def _first_of(segment: SegmentReader, log: LogReader, start: int, end: int, max_
     """Return a batch of one segment. Blocks are taken until they are enough, the last one only as far as it fits."""
     begin, last = -1, None
     try:
-        for piece in segment.checked_lines(start, log.known_in(segment, start), log.near_in(segment)):
+        for piece in segment.checked_lines(start, log.resume_point(segment, start), log.near_in(segment)):
             if piece.next_offset <= start:
                 continue
             if last is None:
@@ -354,8 +354,8 @@ class Partition:
         with suppress(FileNotFoundError):
             found = os.stat(self.directory)
             seen = found.st_ino, found.st_mtime_ns
-            known, active = self._active
-            if known != seen:
+            cached, active = self._active
+            if cached != seen:
                 segments = self._log.segments()
                 active = segments[-1][1] if segments else ""
                 self._active = seen if is_settled(seen) else (), active
@@ -394,13 +394,13 @@ class Partition:
             empty = self._owner.empty_at(self)
             return empty, self._owner.reach(self, empty)
         end = self._log.end_offset()
-        return min(self._log.known_first(), end), self._owner.reach(self, end)
+        return min(self._log.first_readable(), end), self._owner.reach(self, end)
 
     def begin(self, offset: int = 0) -> int:
         """Return the start for a reader of `offset`. Raises DamageError if `tier` does not say what lies before it."""
-        return self._known(self.start(), offset)
+        return self._checked_start(self.start(), offset)
 
-    def _known(self, start: int, offset: int) -> int:
+    def _checked_start(self, start: int, offset: int) -> int:
         if offset < start:
             self._log.listed(offset)
         return start
@@ -420,13 +420,13 @@ class Partition:
     def nearest(self, offset: int) -> int:
         """Return this offset, or the first or the end offset if it lies outside. Raises DamageError as `begin` does."""
         end = self.end()
-        start = min(self._log.known_first(), end) if self._log.segments() else end
-        return min(max(self._known(start, offset), offset), end)
+        start = min(self._log.first_readable(), end) if self._log.segments() else end
+        return min(max(self._checked_start(start, offset), offset), end)
 
     def first_left(self, offset: int) -> int:
         """Return this offset, or the first of the partition if that is higher. Reads no record. Raises as `begin` does."""
-        first = self._log.known_first() if self._log.segments() else self._owner.empty_at(self)
-        return max(offset, self._known(first, offset))
+        first = self._log.first_readable() if self._log.segments() else self._owner.empty_at(self)
+        return max(offset, self._checked_start(first, offset))
 
     def locate(self, position: Position) -> int:
         """Return the present offset of a position. Raises RequestRefused for an offset beyond the end."""
@@ -477,10 +477,10 @@ class Partition:
         self.check()
         return self._owner.look(Range, self._log, start, end)
 
-    def take(self, asked: Range) -> Span | None:
+    def next_span(self, selection: Range) -> Span | None:
         """Return the next span of a range. Raises DamageError; FileNotFoundError if a new range has to be asked for."""
         try:
-            return asked.take()
+            return selection.next_span()
         except DamageError as err:
             if self._owner.removed_from_cache(err):
                 raise FileNotFoundError(f"{err.path}: has to be fetched in again") from err

@@ -138,7 +138,7 @@ class TopicAdmin:
         """Return the names of all topics in order; `internal`: with those of KMQ itself, which begin with __."""
         check_data(self._data)
         found = await asyncio.to_thread(topics.names, self._data)
-        self._bounds.keep(found)
+        self._bounds.evict_except(found)
         return [name for name in found if internal or not name.startswith("__")]
 
     async def all(self, internal: bool = False) -> list[TopicState]:
@@ -301,8 +301,8 @@ class TopicAdmin:
             )
 
     async def _grow(self, name: str, partitions: int) -> None:
-        asked = {"partitions": str(partitions)}
-        request = await asyncio.to_thread(topic_changes.submit, self._data, topic_changes.GROW, name, asked)
+        changes = {"partitions": str(partitions)}
+        request = await asyncio.to_thread(topic_changes.submit, self._data, topic_changes.GROW, name, changes)
         await self._carried_out(request)
         if (await asyncio.to_thread(topics.load, self._data, name))[0] < partitions:
             raise RequestRefused("internal", f"topic {name!r}: has not grown; see event request_refused in the log")
@@ -318,9 +318,9 @@ class TopicAdmin:
         _check_letters(name, limits)
         return topic_changes.submit(self._data, topic_changes.SET, name, limits)
 
-    def _check_tier(self, name: str, asked: Mapping[str, str], own: Mapping[str, str]) -> None:
+    def _check_tier(self, name: str, changes: Mapping[str, str], own: Mapping[str, str]) -> None:
         try:
-            topics.check_tier(self._data, name, asked, own, bool(self._broker.settings.shard))
+            topics.check_tier(self._data, name, changes, own, bool(self._broker.settings.shard))
         except ConfigError as err:
             field = "cleanupPolicy" if str(err).startswith("cleanup") else "tier"
             raise bad_field(field, str(err).partition(": ")[2]) from None
@@ -330,7 +330,7 @@ class TopicAdmin:
         _refuse_reserved(name, "deleted")
         before = await self.describe(name)
         request = await asyncio.to_thread(
-            lambda: topic_changes.delete(self._data, name, topics.known_from_seq(self._data, name))
+            lambda: topic_changes.delete(self._data, name, topics.from_seq_of(self._data, name))
         )
         await self._carried_out(request)
         left = await asyncio.to_thread(lambda: self.exists(name) and topics.load(self._data, name))

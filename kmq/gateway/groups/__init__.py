@@ -1,1 +1,1 @@
-"""Consumer groups: who is a member, who owns which partition, who may commit, and what comes again."""
+"""Consumer groups: members, owners of partitions, commits, and messages that are delivered again."""

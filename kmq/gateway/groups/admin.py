@@ -121,19 +121,19 @@ class GroupAdmin:
             names = self.names()
         except RequestRefused:  # the offsets are not loaded yet
             return []
-        asked: dict[str, tuple[dict[Partition, int], dict[Partition, list[int]]]] = {}
+        groups: dict[str, tuple[dict[Partition, int], dict[Partition, list[int]]]] = {}
         room = MOST_LAGS
         for name in names:
             committed = {place: row.offset for place, row in self._groups.committed(name).items()}
             some = dict(islice((self._groups.deliveries.begun(name) | committed).items(), room))
-            asked[name] = some, self._groups.store.table.waiting(name)
+            groups[name] = some, self._groups.store.table.waiting(name)
             room -= len(some)
 
         def look() -> list[tuple[str, list[PartitionLag]]]:
             bounds = cache(self._partitions.bounds)  # many groups read the same partitions
             return [
                 (name, self._lags([TopicPartition(*place) for place in sorted(committed)], committed, waiting, bounds))
-                for name, (committed, waiting) in asked.items()
+                for name, (committed, waiting) in groups.items()
             ]
 
         found = await self._fetching.run(look)
@@ -144,12 +144,12 @@ class GroupAdmin:
 
         Its next member begins at the committed offset. If that is a Kafka member, no reader would count them.
         """
-        deliveries, known = self._groups.deliveries, self._groups.committed(group)
+        deliveries, committed = self._groups.deliveries, self._groups.committed(group)
         is_empty = self._groups.coordinator.state(group) is State.EMPTY
         for row in rows:
             place = row.topic, row.partition
-            if is_empty and place in known and known[place].offset == row.committed:
-                first = max(known[place].offset, deliveries.read_to(group, place))
+            if is_empty and place in committed and committed[place].offset == row.committed:
+                first = max(committed[place].offset, deliveries.read_to(group, place))
                 found = self._partitions.gaps(*place) if first < row.start else ()
                 self._groups.overtake(group, place, gaps.range_of(found, first, row.start))
         return [row._replace(overtaken=deliveries.overtaken(group, (row.topic, row.partition))) for row in rows]

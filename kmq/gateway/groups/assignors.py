@@ -38,49 +38,49 @@ def assign_sticky(
     prior: Mapping[str, Collection[TopicPartition]],
 ) -> Assignments:
     """Return the assignments. `members_of`: topic → its subscribers, for topics with partitions and subscribers."""
-    kept: Assignments = {}
+    plan: Assignments = {}
     free = {TopicPartition(topic, n): None for topic in members_of for n in range(partitions_of[topic])}
     for member, topics in subscribers.items():
-        kept[member] = [p for p in sorted(prior.get(member, ())) if p in free and p.topic in topics]
-        for partition in kept[member]:
+        plan[member] = [p for p in sorted(prior.get(member, ())) if p in free and p.topic in topics]
+        for partition in plan[member]:
             del free[partition]
     if len(set(subscribers.values())) <= 1:
-        return _level(kept, list(free))
-    home = {partition: member for member in kept for partition in kept[member]}
-    _fill(kept, list(free), members_of)
-    return _Chains(kept, home, subscribers, members_of).shorten()
+        return _level(plan, list(free))
+    home = {partition: member for member in plan for partition in plan[member]}
+    _fill(plan, list(free), members_of)
+    return _Chains(plan, home, subscribers, members_of).shorten()
 
 
-def _level(kept: Assignments, free: list[TopicPartition]) -> Assignments:
+def _level(plan: Assignments, free: list[TopicPartition]) -> Assignments:
     """Level loads when all members subscribe to all topics. The remainder goes to the members with most partitions."""
-    if not kept:
-        return kept
-    share, extra = divmod(sum(map(len, kept.values())) + len(free), len(kept))
-    for member in sorted(kept, key=lambda member: -len(kept[member])):  # sorted is stable: then by place
+    if not plan:
+        return plan
+    share, extra = divmod(sum(map(len, plan.values())) + len(free), len(plan))
+    for member in sorted(plan, key=lambda member: -len(plan[member])):  # sorted is stable: then by place
         quota = share + (extra > 0)
         extra -= 1
-        free += kept[member][quota:]
-        del kept[member][quota:]
-    _fill(kept, sorted(free), {})
-    return {member: sorted(partitions) for member, partitions in kept.items()}
+        free += plan[member][quota:]
+        del plan[member][quota:]
+    _fill(plan, sorted(free), {})
+    return {member: sorted(partitions) for member, partitions in plan.items()}
 
 
-def _fill(kept: Assignments, free: list[TopicPartition], members_of: Mapping[str, list[str]]) -> None:
+def _fill(plan: Assignments, free: list[TopicPartition], members_of: Mapping[str, list[str]]) -> None:
     """Give each free partition to the least loaded of its topic's subscribers. Topics with few subscribers first."""
-    place = {member: number for number, member in enumerate(kept)}
-    free.sort(key=lambda partition: (len(members_of.get(partition.topic, kept)), partition))
+    place = {member: number for number, member in enumerate(plan)}
+    free.sort(key=lambda partition: (len(members_of.get(partition.topic, plan)), partition))
     heaps: dict[str, list[tuple[int, int, str]]] = {}  # by topic: load when pushed, place, member
     for partition in free:
         topic = partition.topic if members_of else ""
         if topic not in heaps:
-            heaps[topic] = [(len(kept[member]), place[member], member) for member in members_of.get(topic, kept)]
+            heaps[topic] = [(len(plan[member]), place[member], member) for member in members_of.get(topic, plan)]
             heapify(heaps[topic])
         heap = heaps[topic]
         load, number, member = heappop(heap)
-        while load != len(kept[member]):  # it has more now, through another topic
-            heappush(heap, (len(kept[member]), number, member))
+        while load != len(plan[member]):  # it has more now, through another topic
+            heappush(heap, (len(plan[member]), number, member))
             load, number, member = heappop(heap)
-        kept[member].append(partition)
+        plan[member].append(partition)
         heappush(heap, (load + 1, number, member))
 
 
@@ -104,15 +104,15 @@ class _Chains:
 
     def __init__(
         self,
-        kept: Assignments,
+        plan: Assignments,
         home: Mapping[TopicPartition, str],
         subscribers: Mapping[str, frozenset[str]],
         members_of: Mapping[str, list[str]],
     ) -> None:
         self._home, self._subscribers, self._members_of = home, subscribers, members_of
-        self._load = {member: len(partitions) for member, partitions in kept.items()}
-        self._held: dict[str, dict[str, _Held]] = {member: {} for member in kept}
-        for member, partitions in kept.items():
+        self._load = {member: len(partitions) for member, partitions in plan.items()}
+        self._held: dict[str, dict[str, _Held]] = {member: {} for member in plan}
+        for member, partitions in plan.items():
             for partition in sorted(partitions, reverse=True):
                 self._put(member, partition)
         self._steps = BUDGET

@@ -311,27 +311,27 @@ class Coordinator:
         subscription_too_large, too_many_groups, too_many_members.
         """
         found = self._registry.groups.get(group)
-        known = found.members.get(member) if found and member else None
-        if known and options.keeps_topics:
-            options = options._replace(topics=tuple(sorted(known.topics.union(options.topics))))
+        existing = found.members.get(member) if found and member else None
+        if existing and options.keeps_topics:
+            options = options._replace(topics=tuple(sorted(existing.topics.union(options.topics))))
         self._check_join(group, member, options, resume)
-        if known:
-            _check_attempt(known, options)
+        if existing:
+            _check_attempt(existing, options)
         holder = _holder(found, member, options, resume.takes_name)
         if holder and found:
             _check_attempt(found.members[holder], options)
-        if known is None and holder is None:
+        if existing is None and holder is None:
             self._registry.check_member(found)
-        self._registry.check_topics(options.topics, len(known.topics) if known else 0)
-        self._registry.check_opaque(options.opaque.size if options.opaque else 0, known.size if known else 0)
+        self._registry.check_topics(options.topics, len(existing.topics) if existing else 0)
+        self._registry.check_opaque(options.opaque.size if options.opaque else 0, existing.size if existing else 0)
         self._registry.check_partitions(found, options.topics)
         found = self._registry.make(group, now)
         client = Client(client.name[: self._limits.name_bytes], client.host[: self._limits.name_bytes])
         id = member or self.new_id(options.static_name or client.name, found.members)
         new = Member(id, client, options, found.generation, now)
         count = len(found.members)
-        if known:
-            found.update(known, new, resume.owned)
+        if existing:
+            found.update(existing, new, resume.owned)
         elif holder:
             self._registry.alarms.drop((group, holder))
             found.replace(holder, new)
@@ -367,18 +367,18 @@ class Coordinator:
 
     def beat(self, group: str, member: str, generation: int | None, now: float, polled: bool = False) -> None:
         """Note a sign of life; `polled`: the member asked for records. Raises RequestRefused: unknown_member, fenced."""
-        found, known = self._registry.find(group, member)
-        found.fence(known, generation)
-        known.last_beat = now
+        found, entry = self._registry.find(group, member)
+        found.fence(entry, generation)
+        entry.last_beat = now
         if polled:
-            known.last_poll = now
+            entry.last_poll = now
 
     def sync(self, group: str, member: str, generation: int | None, now: float) -> None:
         """Note that the member knows its assignment of `generation`. Counts as a beat, and raises what `beat` raises."""
-        found, known = self._registry.find(group, member)
-        known.answer(found.fence(known, generation), now)
-        known.last_beat = now
-        self._registry.watch(found, known)
+        found, entry = self._registry.find(group, member)
+        entry.answer(found.fence(entry, generation), now)
+        entry.last_beat = now
+        self._registry.watch(found, entry)
         self._registry.settled(found)
 
     def hand_out(self, group: str, member: str, generation: int, assignments: Mapping[str, bytes]) -> None:
@@ -386,8 +386,8 @@ class Coordinator:
 
         Raises RequestRefused: unknown_member, fenced, subscription_too_large.
         """
-        found, known = self._registry.find(group, member)
-        found.fence(known, generation)
+        found, entry = self._registry.find(group, member)
+        found.fence(entry, generation)
         if member != found.leader or generation != found.generation or found.waits():
             return  # another member assigns, or the leader will assign later
         given = {id: assignments.get(id, b"") for id in found.members}
@@ -402,15 +402,15 @@ class Coordinator:
 
     def revoked(self, group: str, member: str, generation: int | None, now: float) -> None:
         """Note that the member has stopped reading what was revoked up to `generation`. Counts as `sync`."""
-        found, known = self._registry.find(group, member)
-        found.give_up(known, found.fence(known, generation), now)
+        found, entry = self._registry.find(group, member)
+        found.give_up(entry, found.fence(entry, generation), now)
         self.sync(group, member, generation, now)
         self._registry.wake(found)
 
     def leave(self, group: str, member: str, now: float) -> None:
         """End a member at once, without an event for it. Raises RequestRefused: unknown_member."""
-        found, known = self._registry.find(group, member)
-        self._registry.end(found, known, "", now)
+        found, entry = self._registry.find(group, member)
+        self._registry.end(found, entry, "", now)
 
     # --- commits ------------------------------------------------------------------------------------------------------
 
@@ -441,9 +441,9 @@ class Coordinator:
                 check_exists(partition, self._registry.exists)
             self._registry.changed(self._registry.make(group, now))
             return
-        found, known = self._registry.find(group, member)
-        found.check_commit(known, generation, wanted, self._registry.exists)
-        known.last_beat = now
+        found, entry = self._registry.find(group, member)
+        found.check_commit(entry, generation, wanted, self._registry.exists)
+        entry.last_beat = now
 
     def committed(self, group: str, now: float) -> None:
         """Note that offsets of the group are stored, after `check_commit`. From now on the group is remembered."""
@@ -546,16 +546,16 @@ class Coordinator:
 
     def assignment(self, group: str, member: str) -> Assignment:
         """Return the newest generation and what the member may read in it. Raises RequestRefused: unknown_member."""
-        found, known = self._registry.find(group, member)
+        found, entry = self._registry.find(group, member)
         return Assignment(
             generation=found.generation,
-            partitions=known.assignment(),
-            changed=known.changed,
-            revoking=known.revocation(),
+            partitions=entry.assignment(),
+            changed=entry.changed,
+            revoking=entry.revocation(),
             is_due=found.waits(),
             protocol=found.assignor,
             leader=found.leader,
-            handed_out=known.handed_out if found.has_handed_out() else None,
+            handed_out=entry.handed_out if found.has_handed_out() else None,
         )
 
     def groups(self) -> list[str]:

@@ -31,7 +31,7 @@ Crash       Which messages are in hand or single is known in memory only. After 
             again, and deliveries that were counted stay counted.
 Memory      An entry for each message in hand (at most the rows of the store), and a few for each partition.
             An offset for each message on the way in answers of open connections. Of closed connections at most as many
-            as the store has rows (`Answers.first_kept`).
+            as the store has rows (`Answers.first_on_the_way`).
 """
 
 import time
@@ -117,18 +117,18 @@ class Answers:
         mine = self._of.get((group, member), ())
         return any(answer.is_passed and (place, offset) in answer.again for answer in mine)
 
-    def first_kept(self, group: str, member: str, place: Partition, committed: int, most: int) -> int | None:
+    def first_on_the_way(self, group: str, member: str, place: Partition, committed: int, most: int) -> int | None:
         """Return the first offset on the way in a partition, to resume there; None if at most `most` are."""
         new = [[at for at in each.new.get(place, ()) if at >= committed] for each in self._of.get((group, member), ())]
         return min(offsets[0] for offsets in new if offsets) if sum(map(len, new)) > most else None
 
     def release(self, group: str, member: str, keeps: Iterable[Partition] = ()) -> None:
         """Note that a member now reads only `keeps`."""
-        kept = set(keeps)
-        for answer in self._of.get((group, member), ()) if kept else ():
-            answer.new = {place: new for place, new in answer.new.items() if place in kept}
-            answer.again = {(place, offset) for place, offset in answer.again if place in kept}
-        if not kept:
+        remaining = set(keeps)
+        for answer in self._of.get((group, member), ()) if remaining else ():
+            answer.new = {place: new for place, new in answer.new.items() if place in remaining}
+            answer.again = {(place, offset) for place, offset in answer.again if place in remaining}
+        if not remaining:
             self._of.pop((group, member), None)
 
     def drop(self, group: str, place: Partition | None) -> None:
@@ -234,9 +234,9 @@ class Deliveries:
 
     def hand_out(self, group: str, member: str, offsets: Iterable[tuple[Partition, int]]) -> None:
         """Note that a client gives messages to its program, up to these next offsets."""
-        known = self._handed_out.setdefault((group, member), {})
+        offsets_of = self._handed_out.setdefault((group, member), {})
         for place, offset in offsets:
-            known[place] = max(offset, known.get(place, 0))
+            offsets_of[place] = max(offset, offsets_of.get(place, 0))
 
     def has_nothing(self, group: str, member: str, committed: Callable[[Partition], int]) -> bool:
         """Return True if a member has committed all that it was given. `committed`: the group's offset."""
@@ -258,19 +258,19 @@ class Deliveries:
 
     def release(self, group: str, member: str, keeps: Iterable[Partition] = ()) -> None:
         """Note that a member now reads only `keeps`: messages it had in hand of other partitions are due again."""
-        kept = set(keeps)
-        self.answers.release(group, member, kept)
+        remaining = set(keeps)
+        self.answers.release(group, member, remaining)
         for place, offset in self._of(group, member):
-            if place not in kept:
+            if place not in remaining:
                 self.give_back(group, place, offset)
         handed_out = self._handed_out.get((group, member), {})
         read = self._read.get((group, member), {})
-        for place in [place for place in read if place not in kept]:
+        for place in [place for place in read if place not in remaining]:
             del read[place]
             handed_out.pop(place, None)
         if not read:
             self._read.pop((group, member), None)
-        if not kept:
+        if not remaining:
             self._handed_out.pop((group, member), None)
 
     def died(self, group: str, member: str, committed: Mapping[Partition, CommittedOffset]) -> None:
@@ -292,8 +292,8 @@ class Deliveries:
 
     def _doubt(self, group: str, place: Partition, begin: int, end: int) -> None:
         """Divide the messages that a dead reader had into smaller parts. Later messages stay in doubt as they were."""
-        known = self.doubt(group, place, begin)
-        had = end - begin if known is None else min(known.most, end - begin)
+        earlier = self.doubt(group, place, begin)
+        had = end - begin if earlier is None else min(earlier.most, end - begin)
         behind = [doubt for doubt in self._in_doubt.get((group, place), ()) if doubt.end > end]
         self._in_doubt[group, place] = [Doubt(end, max(1, had // _PARTS)), *behind]
 
@@ -417,8 +417,8 @@ def is_spent(row: NackRow, max_deliveries: int) -> bool:
     return bool(max_deliveries) and row.deliveries >= max_deliveries
 
 
-def given_back(known: NackRow | None, now: float, delay_s: float, reason: str) -> NackRow:
+def given_back(before: NackRow | None, now: float, delay_s: float, reason: str) -> NackRow:
     """Return the row of a message that a member gives back. Repeating the request changes only the time."""
-    if known is None:
+    if before is None:
         return NackRow(1, now + delay_s, reason, first=now)
-    return known._replace(due=now + delay_s, reason=reason, letter="")
+    return before._replace(due=now + delay_s, reason=reason, letter="")

@@ -278,15 +278,15 @@ class Ownership:
         return prior
 
     def ask(self, is_all: bool, generation: int, now: float) -> dict[str, list[TopicPartition]]:
-        """Ask owners to give up all partitions, or those planned for others. Returns what was not asked for before."""
-        asked: dict[str, list[TopicPartition]] = {}
+        """Ask owners to give up all partitions, or those planned for others. Returns those that were not asked before."""
+        requests: dict[str, list[TopicPartition]] = {}
         for partition, owner in self.owners.items():
             if (is_all or self.target.get(partition) != owner) and partition not in self._members[owner].revoking:
-                asked.setdefault(owner, []).append(partition)
-        for owner, partitions in asked.items():
+                requests.setdefault(owner, []).append(partition)
+        for owner, partitions in requests.items():
             self._members[owner].ask(partitions, generation, now)
             self.revoking.add(owner)
-        return asked
+        return requests
 
     def give(self, generation: int) -> None:
         """Give partitions without an owner to the members planned for them, from `generation` on."""
@@ -390,7 +390,7 @@ class Group:
             self.handed_out_in = generation
 
     def update(self, member: Member, new: Member, owned: Collection[tuple[str, int]] | None) -> None:
-        """Let a member that joins again ask for what `new` asks for. `owned`: all that it still has, if it says so."""
+        """Give a rejoining member the options of `new`. `owned`: all partitions that it still has, if it names them."""
         if (member.topics, member.options.assignors, member.order) != (new.topics, new.options.assignors, new.order):
             self._is_stale = True
         if new.options.opaque is not None:
@@ -491,7 +491,7 @@ class Group:
 
     def give_up(self, member: Member, generation: int, now: float) -> None:
         """Take away the partitions that the member was asked for up to `generation`."""
-        self._ownership.release(member, [p for p, asked in member.revoking.items() if asked <= generation])
+        self._ownership.release(member, [p for p, since in member.revoking.items() if since <= generation])
         if member.revoking:
             member.revoke_by = now + member.options.rebalance_s
 
@@ -549,8 +549,8 @@ class Group:
         if self._is_stale and not asks_all:
             ownership.target = self._target(partitions_of)
             self._is_stale = False
-        for name, asked in sorted(ownership.ask(asks_all, self.generation, now).items()):
-            self._events.append(Revoke(self.name, name, self.generation, tuple(sorted(asked))))
+        for name, revoked in sorted(ownership.ask(asks_all, self.generation, now).items()):
+            self._events.append(Revoke(self.name, name, self.generation, tuple(sorted(revoked))))
         if not asks_all:
             ownership.give(self.generation)
         for member in self.members.values():

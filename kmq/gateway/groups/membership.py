@@ -157,7 +157,7 @@ class Groups:
                 self._log.warn("members_not_kept", group=group, reason=reason, effect=effect)
         return found
 
-    def _keep_members(self) -> None:
+    def _write_changed_groups(self) -> None:
         """In a shard, write the members of each changed group before its members hear of the new generation."""
         for group in self.coordinator.take_changes():
             if self.epoch:
@@ -174,7 +174,7 @@ class Groups:
 
     async def _write_members(self, group: str, payload: bytes) -> None:
         try:
-            await self.store.keep_members(group, payload)
+            await self.store.write_members(group, payload)
         except KmqError as err:
             if not (isinstance(err, RequestRefused) and err.code == "stopping"):
                 effect = "if another broker leads before the next change, its members join again"
@@ -208,14 +208,14 @@ class Groups:
         topic, or if it has committed in all older partitions, except where its first commit is still being written.
         """
         groups = set(self.coordinator.subscribers(topic))
-        known = min([before, *(each.before for each in self._beginning if each.topic == topic)])
-        older = [(topic, number) for number in range(known)]
+        oldest = min([before, *(each.before for each in self._beginning if each.topic == topic)])
+        older = [(topic, number) for number in range(oldest)]
         if older:
             found = ((group, self.store.committed(group)) for group in self.store.groups())
             groups |= {group for group, rows in found if all(place in rows for place in older)}
         young = [(topic, number) for number in range(before, self.partitions_of[topic])]
-        asked = {group: [p for p in young if p not in self.store.committed(group)] for group in sorted(groups)}
-        return {group: {place: OffsetCommit(0) for place in places} for group, places in asked.items() if places}
+        uncommitted = {group: [p for p in young if p not in self.store.committed(group)] for group in sorted(groups)}
+        return {group: {place: OffsetCommit(0) for place in places} for group, places in uncommitted.items() if places}
 
     async def _begin(self, beginning: Beginning, rows: dict[str, dict[Partition, OffsetCommit]]) -> None:
         """Commit offset 0 for groups in young partitions. No member is assigned them before that is on disk."""
@@ -256,7 +256,7 @@ class Groups:
         for attended in self._attended:
             self._beat_if_member(*attended)
         due = self.coordinator.tick(time.monotonic())
-        self._keep_members()
+        self._write_changed_groups()
         for event in self.coordinator.take_events():
             if isinstance(event, Forgotten):
                 self.deliveries.drop(event.group)
@@ -397,25 +397,25 @@ class Groups:
             await self.check_commit(group, member, generation, rows)
             name = member if member and coordinator.generation(group, member) is not None else ""  # SHARED: no member
             has_waited = not may_exceed and await self.check_ends(rows, deadline)
-            if await self._keep_on_the_way(group, name, rows) or has_waited:
+            if await self._write_on_the_way(group, name, rows) or has_waited:
                 # The member may have lost the partition while this waited.
                 coordinator.check_commit(group, member, generation, rows, time.monotonic())
         if generation is None:
             generation = coordinator.generation(group, name) or 0
-        known = self.store.committed(group)
+        committed = self.store.committed(group)
         anew = {
             place: 0 if is_seek else row.offset
             for place, row in rows.items()
-            if is_seek or (member is None and (place not in known or row.offset < known[place].offset))
+            if is_seek or (member is None and (place not in committed or row.offset < committed[place].offset))
         }
         ahead = {
             place: row
             if place in anew
             else row._replace(offset=after_letters(self.store.nacks(group, *place), row.offset))
             for place, row in rows.items()
-            if place not in known
+            if place not in committed
             or place in anew
-            or row.offset >= known[place].offset
+            or row.offset >= committed[place].offset
             or not self._is_of_one(group, name, place, row.offset - 1)
         }
         # A message delivered while the commit is being written is not done by it.
@@ -448,10 +448,10 @@ class Groups:
 
         It reads everything from the group's offset on, in order. Given-back messages before that offset wait.
         """
-        known, rows = self.store.committed(group).get(place), self.store.nacks(group, *place)
-        if not rows or known is None or not self._is_kafka(group, member):
+        committed, rows = self.store.committed(group).get(place), self.store.nacks(group, *place)
+        if not rows or committed is None or not self._is_kafka(group, member):
             return []
-        return [at for at, row in rows.items() if known.offset <= at < offset and not row.letter]
+        return [at for at, row in rows.items() if committed.offset <= at < offset and not row.letter]
 
     def _is_kafka(self, group: str, member: str) -> bool:
         options = self.coordinator.options(group, member)
@@ -482,22 +482,22 @@ class Groups:
         with suppress(RequestRefused):  # it has left
             self.beat(group, member)
 
-    async def _keep_on_the_way(self, group: str, member: str, rows: Mapping[Partition, OffsetCommit]) -> bool:
+    async def _write_on_the_way(self, group: str, member: str, rows: Mapping[Partition, OffsetCommit]) -> bool:
         """Write rows for messages on the way that this commit passes: their answer may never have arrived.
 
         Until they are due, the member can show that it has them (polling.py). Return True if there are any.
         """
-        known, is_any = self.store.committed(group), False
+        committed, is_any = self.store.committed(group), False
         for place, row in rows.items():
-            first = known[place].offset if place in known else 0
+            first = committed[place].offset if place in committed else 0
             for answer, offsets in self.deliveries.answers.commit(group, member, place, row.offset):
                 nacks, now = self.store.nacks(group, *place), self.store.now_s()
-                kept = [offset for offset in offsets if first <= offset < row.offset and offset not in nacks]
+                unconfirmed = [offset for offset in offsets if first <= offset < row.offset and offset not in nacks]
                 nack = NackRow(0, now + _ARRIVAL_S, _ON_THE_WAY, first=now)
-                await self.store.nack(group, *place, dict.fromkeys(kept, nack))
+                await self.store.nack(group, *place, dict.fromkeys(unconfirmed, nack))
                 answer.new.pop(place, None)
-                answer.rows[place] = [*answer.rows.get(place, ()), *kept]
-                is_any |= bool(kept)
+                answer.rows[place] = [*answer.rows.get(place, ()), *unconfirmed]
+                is_any |= bool(unconfirmed)
         if is_any:
             self.wake(group)
         return is_any
@@ -573,7 +573,7 @@ class Groups:
         """
         counted = self.deliveries.overtake(group, place, gone, is_again)
         if counted and counted.start == gone.start:
-            last, effect = counted[-1], "lost to the group, which goes on behind them"
+            last, effect = counted[-1], "lost to the group, which goes on after them"
             where = {"group": group, "topic": place[0], "partition": place[1]}
             self._log.warn("group_overtaken", **where, first=counted[0], last=last, count=len(counted), effect=effect)
 

@@ -393,16 +393,16 @@ def read_log(
     records = skipped = 0
     example = ""
     for lines in _blocks(data):
-        count = known = lines.count(b"\n")
+        count = readable = lines.count(b"\n")
         found = [(key, (seq, payload)) for seq, key, payload in scan(lines)]
         latest.update(found)
         records += count
         if len(found) != count:
             of_members = [(group, (seq, payload)) for seq, group, payload in scan_members(lines)]
             members.update(of_members)
-            known = len(found) + len(of_members)
-        if known != count:
-            skipped += count - known
+            readable = len(found) + len(of_members)
+        if readable != count:
+            skipped += count - readable
             example = example or _first_foreign(lines, scan_members)
     rows: list[tuple[RowKey, OffsetRow]] = []
     for key, (seq, payload) in latest.items():

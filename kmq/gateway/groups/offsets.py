@@ -316,8 +316,8 @@ class OffsetStore:
         self.check(group, member, rows)
         now = round(time.time(), 3)  # as it is stored
         new: dict[RowKey, OffsetRow] = {}
-        for (topic, partition), asked in rows.items():
-            new[RowKey(group, topic, partition)] = asked.by(member, generation, now)
+        for (topic, partition), commit in rows.items():
+            new[RowKey(group, topic, partition)] = commit.by(member, generation, now)
         old = [
             RowKey(group, *place, offset)
             for place, least in anew.items()
@@ -330,10 +330,10 @@ class OffsetStore:
         """Raise RequestRefused for rows that `commit` does not store."""
         _check_name("group", group)
         _check_name("member", member, least=0)
-        for (_, partition), asked in rows.items():
-            _check_row(partition, asked.offset, asked.metadata)
+        for (_, partition), commit in rows.items():
+            _check_row(partition, commit.offset, commit.metadata)
 
-    async def keep_members(self, group: str, payload: bytes) -> None:
+    async def write_members(self, group: str, payload: bytes) -> None:
         """Write the record of a group's members, or a tombstone when the last one has left. Raises RequestRefused."""
         if not payload and group not in self.members:
             return
@@ -359,9 +359,9 @@ class OffsetStore:
 
     async def nack_done(self, group: str, topic: str, partition: int, *offsets: int) -> None:
         """Forget given-back messages that were committed, became dead letters, or are gone."""
-        known = self.nacks(group, topic, partition)
+        nacks = self.nacks(group, topic, partition)
         await self._write_tombstones(
-            group, [RowKey(group, topic, partition, offset) for offset in offsets if offset in known]
+            group, [RowKey(group, topic, partition, offset) for offset in offsets if offset in nacks]
         )
 
     async def delete(self, group: str, partitions: Collection[Partition] | None = None) -> None:
@@ -436,7 +436,7 @@ class OffsetStore:
 
         for group, (seq, payload) in [*self.members.items()]:
             if seq < before_seq:
-                await self.keep_members(group, payload)
+                await self.write_members(group, payload)
         groups, left = table.groups, 0
         for at in range(0, len(groups), _AT_ONCE):
             left += sum(await asyncio.gather(*map(again, groups[at : at + _AT_ONCE])))

@@ -94,8 +94,8 @@ class Poller:
         except TimeoutError:
             pass
 
-    async def come_back(self) -> None:
-        """Commit what the member's last calls asked to commit, and give up what was revoked: it is done with both."""
+    async def finish_calls(self) -> None:
+        """Commit as the member's last calls asked, and give up revoked partitions: the member is done with both."""
         await self.commit_delivered()
         self.answer()
 
@@ -141,7 +141,7 @@ class Poller:
             if not answers.has(self.group, self.id, answer):
                 return  # the member began anew
             if not has_arrived:
-                return self._take_back(moves, answer)
+                return self._requeue(moves, answer)
             answers.end(self.group, self.id, answer)
             if answer.rows:
                 self._groups.in_background(self._forget(answer))
@@ -158,17 +158,17 @@ class Poller:
                 unsent = [offset for offset in offsets if offset in nacks and not nacks[offset].deliveries]
                 await self._groups.forget(self.group, place, unsent)
 
-    def keep_near(self, cursors: Mapping[TopicPartition, Cursor]) -> None:
+    def rewind(self, cursors: Mapping[TopicPartition, Cursor]) -> None:
         """Move cursors back where more messages are on the way than there is room for rows."""
         committed, store = self._groups.committed(self.group), self._groups.store
         for place, cursor in cursors.items():
             room = MAX_NACKS - len(store.nacks(self.group, *place))
             done = committed[place].offset if place in committed else 0
-            first = self._groups.deliveries.answers.first_kept(self.group, self.id, place, done, room)
+            first = self._groups.deliveries.answers.first_on_the_way(self.group, self.id, place, done, room)
             if first is not None:
                 cursor.move(min(first, cursor.offset))
 
-    def _take_back(self, moves: Iterable[Move], answer: Answer) -> None:
+    def _requeue(self, moves: Iterable[Move], answer: Answer) -> None:
         """Note that an answer is lost. The next call gets its messages, unless later calls have continued after it."""
         answer.is_lost = True
         committed = self._groups.committed(self.group)
@@ -188,7 +188,7 @@ class Poller:
         self._groups.wake(self.group)
 
     def close(self, topic: str) -> None:
-        """Forget the cursors of a deleted topic: a topic that has the name now is another one."""
+        """Forget the cursors of a deleted topic: a new topic may have its name now."""
         self.reader.revoke([place for place in self.reader.cursors if place.topic == topic])
         self.delivered = {place: offset for place, offset in self.delivered.items() if place.topic != topic}
 
@@ -236,12 +236,12 @@ class Pollers:
         """
         wanted = set(topics)
         async with self._joining:
-            known = self._members.get((group, name or ""))
-            asked = options(MemberOptions(tuple(sorted(wanted)), keeps_topics=True))
-            if known is not None and not known.ended and asked.keeps_topics and wanted <= known.topics:
-                return known
-            if known is not None and not known.ended:
-                poller = known
+            existing = self._members.get((group, name or ""))
+            wish = options(MemberOptions(tuple(sorted(wanted)), keeps_topics=True))
+            if existing is not None and not existing.ended and wish.keeps_topics and wanted <= existing.topics:
+                return existing
+            if existing is not None and not existing.ended:
+                poller = existing
             else:
                 reader = Reader(self._fetching, self._groups, self._redelivery, group, name or "")
                 poller = Poller(self._groups, reader)
@@ -251,9 +251,9 @@ class Pollers:
                 if isinstance(event, Ended) and self._members.get((group, poller.id)) is poller:
                     del self._members[group, poller.id]
 
-            poller.reader.member = await self._groups.join(group, name, client, asked, on_event)
+            poller.reader.member = await self._groups.join(group, name, client, wish, on_event)
             poller.ended = ""
-            poller.topics = poller.topics | wanted if asked.keeps_topics else wanted
+            poller.topics = poller.topics | wanted if wish.keeps_topics else wanted
             self._members[group, poller.id] = poller
             return poller
 

@@ -107,9 +107,9 @@ class Reader:
         A cursor of a deleted topic does not stay, even if a new topic has the name now. `may_be_gone`: leave out
         partitions that are gone already, because the coordinator will learn of it.
         """
-        known = dict(self.cursors)
-        found = await self.open(starts, known, may_be_gone)
-        stay = {place for place, cursor in found.items() if cursor is known.get(place)}
+        before = dict(self.cursors)
+        found = await self.open(starts, before, may_be_gone)
+        stay = {place for place, cursor in found.items() if cursor is before.get(place)}
         opened = {place: cursor for place, cursor in found.items() if place not in stay}
         self.cursors = {place: cursor for place, cursor in self.cursors.items() if place in stay} | opened
         for cursor in self.cursors.values():
@@ -119,11 +119,11 @@ class Reader:
     async def open(
         self,
         starts: Sequence[Start],
-        known: Mapping[TopicPartition, Cursor],
+        before: Mapping[TopicPartition, Cursor],
         may_be_gone: bool,
         is_shown: bool = True,
     ) -> dict[TopicPartition, Cursor]:
-        """Return cursors: those of `known` that may stay, and new ones. Opens in parts, so that others get the thread.
+        """Return cursors: those of `before` that may stay, and new ones. Opens in parts, so that others get the thread.
 
         `is_shown`: the client is told now where it begins. Otherwise the first read checks the committed offset, and
         refuses one beyond the end of the files while the router recovers (not_ready).
@@ -134,14 +134,14 @@ class Reader:
                 self._groups.beat(self.group, self.member)
             some = starts[at : at + _OPENED]
             committed = self.committed([place for place, _ in some])
-            found |= await self.files.run(self._open, some, known, committed, may_be_gone, is_shown)
+            found |= await self.files.run(self._open, some, before, committed, may_be_gone, is_shown)
         self.report_overtaken(found.values())
         return found
 
     def _open(
         self,
         starts: Sequence[Start],
-        known: Mapping[TopicPartition, Cursor],
+        before: Mapping[TopicPartition, Cursor],
         committed: Mapping[TopicPartition, int],
         may_be_gone: bool,
         is_shown: bool,
@@ -149,8 +149,8 @@ class Reader:
         """Open some partitions. Runs in a thread."""
         found: dict[TopicPartition, Cursor] = {}
         for place, start in starts:
-            if place in known and known[place].partition.is_current():
-                found[place] = known[place]
+            if place in before and before[place].partition.is_current():
+                found[place] = before[place]
                 continue
             try:
                 partition = self.files.partitions.open(*place)
@@ -241,9 +241,9 @@ class Reader:
             return Turn([], cursors)
         if not is_idle and deliveries.has_one_alone(group, self.member):
             return Turn([], [])
-        known = groups.committed(group)
+        committed = groups.committed(group)
         is_idle = is_idle or deliveries.has_nothing(
-            group, self.member, lambda place: known[place].offset if place in known else 0
+            group, self.member, lambda place: committed[place].offset if place in committed else 0
         )
         again: list[DueMessage] = []
         singles: list[Cursor] = []
@@ -358,9 +358,9 @@ class Reader:
         """Note up to where the member was given new messages. `cursors`: each with the first offset."""
         if not self.group:
             return
-        deliveries, known = self._groups.deliveries, self._groups.committed(self.group)
+        deliveries, committed = self._groups.deliveries, self._groups.committed(self.group)
         for cursor, first in cursors.items():
-            if cursor.place not in known:
+            if cursor.place not in committed:
                 deliveries.begin(self.group, cursor.place, first)
         deliveries.read(self.group, self.member, {cursor.place: cursor.offset for cursor in cursors})
 
@@ -381,7 +381,7 @@ class Reader:
         for each in again:
             deliveries.show(self.group, each.place, each.message.offset, positions[each.place])
 
-    def take_back(self, again: Iterable[DueMessage]) -> None:
+    def requeue(self, again: Iterable[DueMessage]) -> None:
         """Note that the member has not received these messages: they are due again."""
         for each in again:
             self._groups.deliveries.give_back(self.group, each.place, each.message.offset)
@@ -424,7 +424,9 @@ class Reader:
                 await self.redelivery.done(self.group, place, offset)
             elif (row := self._groups.store.nacks(self.group, *place).get(offset)) and not row.letter:
                 where = f"{TopicPartition(*place)} offset {offset}"
-                raise RequestRefused("fenced", f"{where}: comes again, because this member does not have it any more")
+                raise RequestRefused(
+                    "fenced", f"{where}: is delivered again, because this member does not have it any more"
+                )
 
     async def nack(self, place: Partition, offset: int, reason: str, delay_s: float) -> NackOutcome:
         """Give back a message of a partition that the member owns. Raises RequestRefused."""

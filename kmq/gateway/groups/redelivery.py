@@ -96,10 +96,10 @@ class Redelivery:
             raise bad_field("reason", f"must be at most {MOST_REASON} characters")
         most = await self.max_deliveries(topic)
         message = await self._read(place, offset)
-        known = store.nacks(group, topic, partition).get(offset)
-        if known is not None and known.letter not in ("", DONE):
-            return NackOutcome(known.deliveries, 0.0, known.letter)
-        row = given_back(known, store.now_s(), delay_s, reason)
+        before = store.nacks(group, topic, partition).get(offset)
+        if before is not None and before.letter not in ("", DONE):
+            return NackOutcome(before.deliveries, 0.0, before.letter)
+        row = given_back(before, store.now_s(), delay_s, reason)
         if is_spent(row, most):
             letter = await self._try_aside(group, message, row)
             return NackOutcome(row.deliveries, 0.0 if letter else _REFUSED_S, letter or "")
@@ -171,12 +171,12 @@ class Redelivery:
                 raise
             later = row._replace(due=store.now_s() + _REFUSED_S)
             await store.nack(group, *place, {message.offset: later})
-            known, this = self.groups.deliveries.refused, (group, place, message.offset)
-            if this not in known:
+            refused, this = self.groups.deliveries.refused, (group, place, message.offset)
+            if this not in refused:
                 where = {"group": group, "topic": place[0], "partition": place[1], "offset": message.offset}
                 effect = "the message waits, and is not delivered again; others go on"
                 self._core.log.error("letter_refused", **where, code=err.code, reason=str(err), effect=effect)
-            known.add(this)
+            refused.add(this)
             self.groups.deliveries.give_back(group, place, message.offset)
             return None
 
@@ -202,8 +202,8 @@ class Redelivery:
     async def done(self, group: str, place: Partition, offset: int) -> None:
         """Note that a redelivered message was handled. If the group's offset is lower, it is not delivered as new."""
         store, deliveries = self.groups.store, self.groups.deliveries
-        row, known = store.nacks(group, *place).get(offset), store.committed(group).get(place)
-        if row is None or (known is not None and offset < known.offset):
+        row, committed = store.nacks(group, *place).get(offset), store.committed(group).get(place)
+        if row is None or (committed is not None and offset < committed.offset):
             await self.groups.forget(group, place, [offset])
             return
         await store.nack(group, *place, {offset: row._replace(letter=DONE)})
@@ -219,12 +219,14 @@ class Redelivery:
         """
         start = await self._core.fetching.open(*place, EARLIEST)  # where a group without a commit stands
         store = self.groups.store
-        known = store.committed(group).get(place)
-        begin = known.offset if known else start.offset
+        committed = store.committed(group).get(place)
+        begin = committed.offset if committed else start.offset
         offset = after_letters(store.nacks(group, *place), begin)
         if offset > begin and not store.is_writing(group):
-            moved = OffsetCommit(offset, known.metadata, known.leader_epoch) if known else OffsetCommit(offset)
-            await store.commit(group, {place: moved}, generation=known.generation if known else 0)
+            moved = (
+                OffsetCommit(offset, committed.metadata, committed.leader_epoch) if committed else OffsetCommit(offset)
+            )
+            await store.commit(group, {place: moved}, generation=committed.generation if committed else 0)
             self.groups.coordinator.committed(group, time.monotonic())
 
     # --- delivering again --------------------------------------------------------------------------------------------

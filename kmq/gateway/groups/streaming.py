@@ -59,22 +59,22 @@ class Wire(Protocol):
 
     turn: asyncio.Lock  # held while writing
 
-    async def give(self, fetch: PendingFetch, cursor: Cursor) -> bool:
+    async def send_batch(self, fetch: PendingFetch, cursor: Cursor) -> bool:
         """Answer with new messages of a partition. Return False if there are none, or the cursor is not in force."""
 
     async def write_again(self, fetch: PendingFetch, cursor: Cursor, again: DueMessage) -> None:
         """Answer with a redelivered message. The caller has `turn`."""
 
-    async def give_nothing(self, fetch: PendingFetch) -> None: ...
+    async def send_nothing(self, fetch: PendingFetch) -> None: ...
 
     async def refuse(self, fetch: PendingFetch, refused: RequestRefused) -> None: ...
 
     def note_waiting(self, fetches: int) -> None:
         """Note how many fetches wait."""
 
-    async def say_revoke(self, revoke: Revoke) -> None: ...
+    async def send_revoke(self, revoke: Revoke) -> None: ...
 
-    async def say_assigned(self, generation: int) -> None:
+    async def send_assigned(self, generation: int) -> None:
         """Tell the client its assignment: the reader's partitions."""
 
 
@@ -145,7 +145,7 @@ class Fetches:
             if not await self._wait(fetch):
                 break
         self._was_empty = True
-        await self._wire.give_nothing(fetch)
+        await self._wire.send_nothing(fetch)
 
     def _cursors(self, fetch: PendingFetch) -> list[Cursor]:
         if self._refuses_revoked:
@@ -169,7 +169,7 @@ class Fetches:
             if is_patient and cursor.seen is not None and reader.waiter.is_quiet(cursor.partition.directory):
                 continue
             try:
-                if await self._wire.give(fetch, cursor):
+                if await self._wire.send_batch(fetch, cursor):
                     self._was_empty = False
                     return True
             except RequestRefused:
@@ -182,7 +182,7 @@ class Fetches:
         cursor = self._reader.cursors.get(again.place)
         async with self._wire.turn:
             if cursor is None or not self._reader.pass_turn(cursor):
-                self._reader.take_back([again])
+                self._reader.requeue([again])
                 return False
             if again.position != cursor.offset:
                 cursor.move(again.position)
@@ -246,13 +246,13 @@ class Rebalances:
                 if isinstance(event, Revoke):
                     self._reader.revoke(event.partitions)
                     self._unanswered.append(event.generation)
-                    await self._wire.say_revoke(event)
+                    await self._wire.send_revoke(event)
                 elif isinstance(event, Assigned):
                     await self._assign(event)
 
     async def _assign(self, event: Assigned) -> None:
         await self._reader.assign([(place, None) for place in event.partitions], may_be_gone=True)
-        await self._wire.say_assigned(event.generation)
+        await self._wire.send_assigned(event.generation)
         self._generation = event.generation
         self.has_assigned.set()
         if not self._unanswered and not self.has_left:

@@ -62,7 +62,7 @@ class GrpcCall(BudgetHolder):
         super().__init__()
         self.task, self.relay = asyncio.current_task(), relay  # `relay`: its connection
         self.is_patient = False  # no deadline applies: between two requests of a stream a client may take any time
-        self.is_told = False  # the client gets `why_ended` as a status
+        self.has_status = False  # the client gets `why_ended` as a status
         self.why_leaving = ""  # the call ends with this as a status as soon as it no longer waits for its client
         self.reserved = 0  # bytes of a budget for the request that is awaited
         self.listens_from: int | None = None  # `relay.unclaimed` at its last whole request; None: it does not listen
@@ -75,7 +75,7 @@ class GrpcCall(BudgetHolder):
     def end(self, why: str, politely: bool = False) -> None:
         """End the call early, with its connection. `politely`: send a status instead, and keep the connection."""
         if not self.why_ended and self.task is not None:
-            self.why_ended, self.is_told = why, politely
+            self.why_ended, self.has_status = why, politely
             self.task.cancel()
             if self.relay is not None and not politely:
                 self.relay.force_close()
@@ -146,7 +146,7 @@ class Calls:
         except RequestRefused as refused:
             await refuse(context, refused)
         except asyncio.CancelledError:
-            if call.task is None or not call.is_told:
+            if call.task is None or not call.has_status:
                 raise
             why, call.why_ended = call.why_ended, ""
             call.since = time.monotonic()  # the deadline applies to the status too
@@ -163,7 +163,7 @@ class Calls:
 
     async def read(self, call: GrpcCall, context: Any) -> Any:
         """Return the only request of a call."""
-        await self.receiving.take(call, self.longest)
+        await self.receiving.reserve(call, self.longest)
         call.since, call.reserved = time.monotonic(), self.longest
         request = await context.read()
         self.receiving.release(call)
@@ -176,7 +176,7 @@ class Calls:
 
     async def stream(self, call: GrpcCall, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Yield the requests of a stream."""
-        await self.streaming.take(call, self.longest)
+        await self.streaming.reserve(call, self.longest)
         call.since, call.is_patient, call.reserved = time.monotonic(), True, self.longest
         async for request in requests:
             call.since = time.monotonic()

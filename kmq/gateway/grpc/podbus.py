@@ -163,7 +163,7 @@ class PodBus:
     def _cache_feed(self, offset: int, feed: Feed) -> None:
         """Keep the read-ahead records for the consumer's next call, within _FEEDS and _KEPT_BYTES."""
         self._feeds[offset] = feed
-        while len(self._feeds) > _FEEDS or sum(kept.weight for kept in self._feeds.values()) > _KEPT_BYTES:
+        while len(self._feeds) > _FEEDS or sum(each.weight for each in self._feeds.values()) > _KEPT_BYTES:
             self._feeds.popitem(last=False)
 
     async def consume_stream(self, request: Any, call: GrpcCall | None) -> AsyncGenerator[Any, None]:
@@ -190,7 +190,7 @@ class PodBus:
         if not feed.ready:
             durable = self.watermark.durable
             if feed.has_more():
-                await self._answers.take(call, COPIES * self._longest)
+                await self._answers.reserve(call, COPIES * self._longest)
             if await self._fill(feed) < durable and not feed.ready:
                 await self._pass(durable)
                 await self._fill(feed)

@@ -74,8 +74,8 @@ class _Service:
 
         async def serve(requests: Any, context: Any) -> None:
             async with self._calls.begin(context) as call, self._counted(name, context):
-                asked = self._calls.stream(call, requests) if is_stream else await self._calls.read(call, context)
-                async with contextlib.aclosing(method(asked, call)) as responses:
+                request = self._calls.stream(call, requests) if is_stream else await self._calls.read(call, context)
+                async with contextlib.aclosing(method(request, call)) as responses:
                     async for response in responses:
                         await self._calls.write(call, context, response)
 

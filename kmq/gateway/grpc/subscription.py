@@ -46,7 +46,7 @@ async def read(core: Core, longest: int, call: GrpcCall, cursor: Cursor, limit: 
     Returns how many messages there are, and what `shape` makes of them. They count until the caller releases the call.
     """
     budget, nbytes = core.fetching.answers, 0
-    await budget.take(call, COPIES * max(longest, limit.nbytes))
+    await budget.reserve(call, COPIES * max(longest, limit.nbytes))
     try:
         count, (made, nbytes) = await core.fetching.read([cursor], limit, shape)
     finally:
@@ -199,11 +199,11 @@ class Subscription:
         async with self.turn:
             await self._write(_Response(request_id=request_id, **response))
 
-    async def say_revoke(self, revoke: Revoke) -> None:
+    async def send_revoke(self, revoke: Revoke) -> None:
         gone = {"generation": revoke.generation, "partitions": values.partitions(revoke.partitions)}
         await self._say(revoke=gone)
 
-    async def say_assigned(self, generation: int) -> None:
+    async def send_assigned(self, generation: int) -> None:
         rows = [
             {"topic": topic, "partition": number, "next_offset": offset}
             for (topic, number), offset in self._reader.offsets()
@@ -212,7 +212,7 @@ class Subscription:
 
     def note_waiting(self, fetches: int) -> None: ...
 
-    async def give_nothing(self, fetch: PendingFetch) -> None:
+    async def send_nothing(self, fetch: PendingFetch) -> None:
         await self._say(fetch.request_id, batch=_Batch())
 
     async def refuse(self, fetch: PendingFetch, refused: RequestRefused) -> None:
@@ -225,7 +225,7 @@ class Subscription:
         batch.records[0].deliveries = again.deliveries
         await self._write(_Response(request_id=fetch.request_id, batch=batch))
 
-    async def give(self, fetch: PendingFetch, cursor: Cursor) -> bool:
+    async def send_batch(self, fetch: PendingFetch, cursor: Cursor) -> bool:
         if not cursor.has_news():
             return False
 

@@ -134,8 +134,8 @@ def result(topic: str, outcome: Outcome) -> Any:
 
 def error(refused: RequestRefused) -> Any:
     """Return the Error of a refusal."""
-    known = {name: refused.fields[name] for name in ("field", "seq", "first", "end") if name in refused.fields}
-    return _Error(code=refused.code, message=str(refused), **known)
+    fields = {name: refused.fields[name] for name in ("field", "seq", "first", "end") if name in refused.fields}
+    return _Error(code=refused.code, message=str(refused), **fields)
 
 
 def partitions(named: Iterable[tuple[str, int]]) -> list[Any]:

@@ -188,9 +188,9 @@ class Console:
         filters = [given] if isinstance(given, str) else given
         dry_run = body.get("dryRun", True)
         rate, most = float(body.get("rate", 0)), body.get("max", _MOST_REPLAYED)
-        asked = call.path["topic"], filters, rate, most, dry_run
+        arguments = call.path["topic"], filters, rate, most, dry_run
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._replays, self._dead.replay, *asked)
+            found = await asyncio.get_running_loop().run_in_executor(self._replays, self._dead.replay, *arguments)
         except NotHereError as err:
             raise refusal(self._core.cold.want(err)) from err
         return web.json_response(found)

@@ -97,7 +97,7 @@ class GroupCalls:
         deadline = time.monotonic() + limit.wait_s
         await poller.first_assignment(limit.wait_s)
         async with poller.lock:
-            await poller.come_back()
+            await poller.finish_calls()
         current = exchange()
         watcher = current.interrupt
         poller.watchers.add(watcher)
@@ -136,7 +136,7 @@ class GroupCalls:
             reader, cursors = poller.reader, {cursor.place: cursor for cursor in await poller.turn(topic)}
             # Before any other wait. What is revoked during a wait is in this answer, and the next call gives it up.
             more = f'"generation":{poller.generation},"assignment":{json.dumps(_places(poller.assigned))}'
-            poller.keep_near(cursors)
+            poller.rewind(cursors)
             before = {place: cursor.offset for place, cursor in cursors.items()}
             again, fresh = await reader.turn([*cursors.values()], limit, is_idle=True)
             for each in again:
@@ -157,7 +157,7 @@ class GroupCalls:
                 _, (new, answer) = await self._fetching.read(wanted, Limit(*room), shape)
                 reader.report_overtaken(wanted)
             except RequestRefused as err:
-                reader.take_back(again)
+                reader.requeue(again)
                 if err.code == "unknown_topic":
                     poller.close(topic)  # the next call reads the topic that has its name now
                 raise
@@ -193,10 +193,10 @@ class GroupCalls:
         body = await read_body(self._bodies, call, "JoinGroup")
 
         def options(default: MemberOptions) -> MemberOptions:
-            asked = default._replace(keeps_topics=False)
+            wanted = default._replace(keeps_topics=False)
             if "assignor" in body:
-                asked = asked._replace(assignors=(body["assignor"],))
-            return asked._replace(session_s=body["sessionMs"] / 1000) if "sessionMs" in body else asked
+                wanted = wanted._replace(assignors=(body["assignor"],))
+            return wanted._replace(session_s=body["sessionMs"] / 1000) if "sessionMs" in body else wanted
 
         name = body.get("member")
         client = Client(name or "http", call.request.remote or "")

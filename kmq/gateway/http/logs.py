@@ -141,7 +141,7 @@ class LogCalls:
         after, internal = request.query.get("after", ""), request.query.get("internal", "") == "true"
 
         def read() -> list[dict[str, object]]:
-            self._bounds.keep(found := topics.names(self._data))
+            self._bounds.evict_except(found := topics.names(self._data))
             names = [name for name in found if internal or not name.startswith("__")]
             start = bisect_right(names, after)
             return list(self._bounds.rows(names[start : start + limit]))
@@ -152,8 +152,8 @@ class LogCalls:
         return web.json_response(await self._run(lambda: ledger.read(self._data, self._router.seq)))
 
     async def logs(self, request: web.Request) -> web.Response:
-        asked = request.query.getall("topic", [])
-        if "" in asked:
+        wanted = request.query.getall("topic", [])
+        if "" in wanted:
             raise RequestRefused("bad_request", "topic=: must be the name of a topic, or be left out")
 
         has_stamps = request.query.get("stamps", "") == "1"
@@ -162,12 +162,12 @@ class LogCalls:
 
         def read() -> object:
             data_id = identity.of_records(self._data) if has_stamps else ""
-            names = asked or topics.names(self._data)
-            if not asked:
-                self._bounds.keep(names)
+            names = wanted or topics.names(self._data)
+            if not wanted:
+                self._bounds.evict_except(names)
             logs = [
                 self._row(topic, number, has_stamps, micros)
-                for topic in asked or [*names, *wal]
+                for topic in wanted or [*names, *wal]
                 for number in range(self._partitions(topic))
             ]
             return {"data_id": data_id, "logs": logs} if has_stamps else logs
@@ -274,25 +274,25 @@ class LogCalls:
 
         def begin() -> tuple[Range, Span | None]:
             opened = Range(*self._range(request), max_bytes)
-            return opened, opened.take()
+            return opened, opened.next_span()
 
         with self._stream():
-            asked, span = await self._run(self._look, begin)  # an error in the first span still gets its own status
+            selection, span = await self._run(self._look, begin)  # an error in the first span still gets its own status
             try:
-                return await self._send(request, asked, span)
+                return await self._send(request, selection, span)
             finally:
-                self._threads.submit(asked.close)
+                self._threads.submit(selection.close)
 
-    async def _send(self, request: web.Request, asked: Range, span: Span | None) -> web.StreamResponse:
-        offsets = {"KMQ-First-Offset": str(asked.first_offset), "KMQ-Next-Offset": str(asked.next_offset)}
+    async def _send(self, request: web.Request, selection: Range, span: Span | None) -> web.StreamResponse:
+        offsets = {"KMQ-First-Offset": str(selection.first_offset), "KMQ-Next-Offset": str(selection.next_offset)}
         response = web.StreamResponse(headers=offsets)
-        response.content_type, response.content_length = "text/plain", asked.length
+        response.content_type, response.content_length = "text/plain", selection.length
         await response.prepare(request)
         try:
             while span:
                 async with asyncio.timeout(self._settings.line_deadline):
                     await _sendfile(request, span)
-                span = await self._run(asked.take)
+                span = await self._run(selection.next_span)
         except (DamageError, OSError, TimeoutError):  # the response is shorter than announced, which the reader notices
             pass
         if span is not None and request.transport is not None:

@@ -359,31 +359,31 @@ class MessageCalls:
         with current.polling(limit.wait_s):
             return await self._fetching.fetch([cursor], limit, shape, current.interrupt, lambda: current.is_over)
 
-    async def _partition(self, topic: str, asked: int | None) -> int:
-        known = (await self._topics.describe(topic)).partitions
-        if asked is None and known > 1:
-            raise bad_field("partition", f"is missing; topic {topic!r} has {known} partitions")
-        if asked is not None and asked >= known:
-            text = f"topic {topic!r}: has the partitions 0 to {known - 1}"
+    async def _partition(self, topic: str, number: int | None) -> int:
+        count = (await self._topics.describe(topic)).partitions
+        if number is None and count > 1:
+            raise bad_field("partition", f"is missing; topic {topic!r} has {count} partitions")
+        if number is not None and number >= count:
+            text = f"topic {topic!r}: has the partitions 0 to {count - 1}"
             raise RequestRefused("unknown_partition", text, field="partition")
-        return asked or 0
+        return number or 0
 
     async def produce(self, call: HttpCall) -> web.Response:
         topic = call.path["topic"]
         async with self._bodies.read(call.request) as body:
-            asked = await self._parse(call, body)
-            if not asked.acks or call.query["acks"] == "0":
-                return self._send(topic, asked, len(body))
-            outcomes = await self._producing.produce(topic, asked.messages, asked.producer)
-            if asked.is_raw and (long := _too_long(asked.messages, outcomes)):
+            request = await self._parse(call, body)
+            if not request.acks or call.query["acks"] == "0":
+                return self._send(topic, request, len(body))
+            outcomes = await self._producing.produce(topic, request.messages, request.producer)
+            if request.is_raw and (long := _too_long(request.messages, outcomes)):
                 await self._producing.write_dead_letters(topic, long)
-        return _answer(topic, asked, outcomes)
+        return _answer(topic, request, outcomes)
 
-    def _send(self, topic: str, asked: ProduceRequest, nbytes: int) -> web.Response:
+    def _send(self, topic: str, request: ProduceRequest, nbytes: int) -> web.Response:
         """Answer at once; the messages count as held until the broker has replied."""
-        self._bodies.take(nbytes)
-        self._producing.send(topic, asked.messages, asked.producer, partial(self._bodies.release, nbytes))
-        return web.json_response({"accepted": len(asked.messages)}, status=202)
+        self._bodies.reserve(nbytes)
+        self._producing.send(topic, request.messages, request.producer, partial(self._bodies.release, nbytes))
+        return web.json_response({"accepted": len(request.messages)}, status=202)
 
     async def _parse(self, call: HttpCall, body: bytes) -> ProduceRequest:
         form, kind = call.query["format"], call.request.headers.get("Content-Type") and call.request.content_type
@@ -488,17 +488,17 @@ def _too_long(messages: Sequence[NewMessage], outcomes: Sequence[Outcome]) -> li
     return [value or b"" for _, value in refused]
 
 
-def _answer(topic: str, asked: ProduceRequest, outcomes: Sequence[Outcome]) -> web.Response:
+def _answer(topic: str, request: ProduceRequest, outcomes: Sequence[Outcome]) -> web.Response:
     refused = [outcome for outcome in outcomes if isinstance(outcome, RequestRefused)]
     if len(refused) == len(outcomes):
         first = refused[0]
-        if asked.shape == "one" or (first.refusal.is_retryable and {each.code for each in refused} == {first.code}):
+        if request.shape == "one" or (first.refusal.is_retryable and {each.code for each in refused} == {first.code}):
             raise first
     head = f'{{"topic":{json.dumps(topic)},"partition":'
     results = [_result(head, outcome) for outcome in outcomes]
-    if asked.shape == "one":
+    if request.shape == "one":
         return web.Response(text=results[0], content_type=JSON)
-    if asked.shape == "lines":
+    if request.shape == "lines":
         return web.Response(text="".join(f"{result}\n" for result in results), content_type=NDJSON)
     return web.Response(text=f'{{"results":[{",".join(results)}]}}', content_type=JSON)
 

@@ -436,14 +436,14 @@ def _serving(
 
 def read_query(operation: Operation, request: web.Request) -> dict[str, Any]:
     """Return every parameter of a query, with defaults; None if one has neither. Raises RequestRefused."""
-    known = {parameter.name: parameter for parameter in operation.query}
+    parameters = {parameter.name: parameter for parameter in operation.query}
     values = {parameter.name: parameter.default for parameter in operation.query}
     for name, given in request.query.items():
-        if name not in known:
-            raise bad_field(name[:100], f"unknown parameter; expected {', '.join(known) or 'none'}")
+        if name not in parameters:
+            raise bad_field(name[:100], f"unknown parameter; expected {', '.join(parameters) or 'none'}")
         if len(request.query.getall(name)) > 1:
             raise bad_field(name, "is given twice")
-        values[name] = _value(name, known[name].schema, given)
+        values[name] = _value(name, parameters[name].schema, given)
     return values
 
 

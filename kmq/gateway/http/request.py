@@ -157,7 +157,7 @@ class Bodies:
         def grow_to(nbytes: int) -> None:
             nonlocal share
             if nbytes > share:
-                self.take(nbytes - share)
+                self.reserve(nbytes - share)
                 share = nbytes
 
         try:
@@ -189,7 +189,7 @@ class Bodies:
     def _too_large(self) -> RequestRefused:
         return RequestRefused("too_large", f"the body is over {self.most_bytes} bytes; send several requests")
 
-    def take(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         """Count bytes as held. Raises RequestRefused if there are too many."""
         if self.held + nbytes > self._all_bytes:
             raise RequestRefused("busy", "other requests hold the memory for bodies; send this one again")

@@ -38,11 +38,11 @@ from kmq.gateway.kafka.topic_settings import (
     TOPIC_SETTINGS,
     Row,
     TopicSetting,
-    kept_setting,
-    kept_settings,
     longest_message,
     options_of,
     setting,
+    stored_setting,
+    stored_settings,
     value_of,
 )
 from kmq.gateway.kafka.transaction import Transaction
@@ -157,11 +157,11 @@ class AdminHandler(ApiHandler):
 
         async def delete(topic: Any) -> Fields:
             rows, starts = [], dict[int, int]()
-            for asked in topic.partitions:
-                row = {"partition_index": asked.partition_index, "error_code": ErrorCode.none}
+            for part in topic.partitions:
+                row = {"partition_index": part.partition_index, "error_code": ErrorCode.none}
                 try:
-                    offset = await asyncio.to_thread(self._start_of, topic.name, asked.partition_index, asked.offset)
-                    starts[asked.partition_index] = max(offset, starts.get(asked.partition_index, 0))
+                    offset = await asyncio.to_thread(self._start_of, topic.name, part.partition_index, part.offset)
+                    starts[part.partition_index] = max(offset, starts.get(part.partition_index, 0))
                 except RequestRefused as err:
                     row["error_code"] = code_of(err)
                 rows.append(row)
@@ -221,8 +221,8 @@ class AdminHandler(ApiHandler):
         named = {(resource.resource_type, resource.resource_name): resource for resource in call.body.resources}
 
         async def describe(resource: Any) -> Fields:
-            rows, asked = await self._settings_of(resource, defaults, fixed, nodes), resource.configuration_keys
-            return {"configs": [row | without for row in rows if asked is None or row["name"] in asked]}
+            rows, wanted = await self._settings_of(resource, defaults, fixed, nodes), resource.configuration_keys
+            return {"configs": [row | without for row in rows if wanted is None or row["name"] in wanted]}
 
         return {"results": await call.each(named.values(), _resource_of, describe, code_of)}
 
@@ -236,7 +236,8 @@ class AdminHandler(ApiHandler):
                 name: self._option(name, state, defaults) for name in TOPIC_SETTINGS
             }
             rows |= {
-                name: kept_setting(name, value, rows.get(name)) for name, value in kept_settings(state.options).items()
+                name: stored_setting(name, value, rows.get(name))
+                for name, value in stored_settings(state.options).items()
             }
             return [rows[name] for name in sorted(rows)]
         if resource.resource_type != _BROKER:
@@ -273,9 +274,9 @@ class AdminHandler(ApiHandler):
     def _of_broker(self, nodes: BrokerNodes, number: str) -> dict[str, Row]:
         settings = self._settings
         protocol = ("SASL_" if self._tokens else "") + ("SSL" if nodes.is_tls else "PLAINTEXT")
-        told = next((host_port(host, port) for node, host, port in nodes.places if str(node) == number), "")
+        address = next((host_port(host, port) for node, host, port in nodes.places if str(node) == number), "")
         return {
-            "advertised.listeners": (STRING, f"{protocol}://{told}" if told else ""),
+            "advertised.listeners": (STRING, f"{protocol}://{address}" if address else ""),
             "auto.create.topics.enable": (BOOLEAN, "true" if settings.auto_create_topics == "on" else "false"),
             "broker.id": (INT, number),
             "compression.type": (STRING, "producer"),
@@ -300,7 +301,7 @@ class AdminHandler(ApiHandler):
         async def alter(resource: Any) -> None:
             state = await self._to_change(resource)
             changes = dict.fromkeys(name for name, option in TOPIC_SETTINGS.items() if option.option in state.own)
-            changes |= dict.fromkeys(kept_settings(state.options))
+            changes |= dict.fromkeys(stored_settings(state.options))
             await self._change(call, state, changes | {row.name: row.value for row in resource.configs})
 
         return {"responses": await _each(call, call.body.resources, _resource_of, alter)}
@@ -339,8 +340,8 @@ class AdminHandler(ApiHandler):
 
     async def _describe_log_dirs(self, call: Call) -> Fields:
         """Return what each partition has on disk. KMQ_DATA is the only directory."""
-        asked = call.body.topics
-        wanted = None if asked is None else {row.topic: frozenset(row.partitions) for row in asked}
+        topic_rows = call.body.topics
+        wanted = None if topic_rows is None else {row.topic: frozenset(row.partitions) for row in topic_rows}
         names = [name for name in await self._topics.names(internal=True) if wanted is None or name in wanted]
         data = self._settings.data
 
@@ -364,12 +365,12 @@ class AdminHandler(ApiHandler):
         return {"error_code": ErrorCode.security_disabled, "error_message": text}
 
     async def _describe_scram_users(self, call: Call) -> Fields:
-        known = {} if self._tokens is None else self._tokens.scram_names()
-        asked = [row.name for row in call.body.users or ()] or [*known]
+        scram_names = {} if self._tokens is None else self._tokens.scram_names()
+        wanted = [row.name for row in call.body.users or ()] or [*scram_names]
         results = []
-        for user in dict.fromkeys(asked):
-            if user in known:
-                rows = [{"mechanism": each, "iterations": known[user]} for each in (_SHA_256, _SHA_512)]
+        for user in dict.fromkeys(wanted):
+            if user in scram_names:
+                rows = [{"mechanism": each, "iterations": scram_names[user]} for each in (_SHA_256, _SHA_512)]
                 results.append({"user": user, "credential_infos": rows})
             else:
                 code, text = ErrorCode.resource_not_found, "has no token of: kmq token new <name> --scram"
@@ -386,17 +387,17 @@ class AdminHandler(ApiHandler):
     # --- transactions ------------------------------------------------------------------------------------------------
 
     async def _describe_transactions(self, call: Call) -> Fields:
-        asked = dict.fromkeys(call.body.transactional_ids)
+        ids = dict.fromkeys(call.body.transactional_ids)
         try:
             transactions = self._transactions.by_id()
         except RequestRefused:
             transactions, code = {}, ErrorCode.coordinator_load_in_progress
         else:
             code = ErrorCode.transactional_id_not_found
-        call.errors.extend(code for id in asked if id not in transactions)
+        call.errors.extend(code for id in ids if id not in transactions)
         unknown = {"error_code": code}
         rows = [
-            {"transactional_id": id} | (_described(transactions[id]) if id in transactions else unknown) for id in asked
+            {"transactional_id": id} | (_described(transactions[id]) if id in transactions else unknown) for id in ids
         ]
         return {"transaction_states": rows}
 
@@ -424,17 +425,17 @@ def _resource_of(resource: Any) -> dict[str, Any]:
 
 
 async def _each(
-    call: Call, asked: Iterable[Any], name: Callable[[Any], dict[str, Any]], change: Callable[[Any], Awaitable[None]]
+    call: Call, items: Iterable[Any], name: Callable[[Any], dict[str, Any]], change: Callable[[Any], Awaitable[None]]
 ) -> list[Fields]:
     """Change each topic or resource, unless it is named twice, and return what each is answered, in order."""
-    times = Counter(tuple(name(each).values()) for each in asked)
+    times = Counter(tuple(name(each).values()) for each in items)
 
     async def work(each: Any) -> None:
         if times[tuple(name(each).values())] > 1:
             raise KafkaRefused(ErrorCode.invalid_request, "is named twice")
         await change(each)
 
-    return await call.each(asked, name, work, code_of_change)
+    return await call.each(items, name, work, code_of_change)
 
 
 def _check_count(partitions: int) -> None:

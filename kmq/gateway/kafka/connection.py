@@ -56,7 +56,7 @@ class Requests:
             longest.force_close()
         if self._whole > _WHOLE_BYTES and (most := max([each.behind for each in self.connections], default=0)):
             largest = next(connection for connection in self.connections if connection.behind == most)
-            self.strangers.cut_off(largest.peer, f"{most} bytes of requests behind one that may wait for minutes")
+            self.strangers.cut_off(largest.peer, f"{most} bytes of requests after one that may wait for minutes")
             largest.force_close()
         elif self._whole > _WHOLE_BYTES and not self.is_paused:
             self.is_paused = True
@@ -260,7 +260,7 @@ class Call(NamedTuple):
 
     async def each(
         self,
-        asked: Iterable[Any],
+        items: Iterable[Any],
         name: Callable[[Any], dict[str, Any]],
         work: Callable[[Any], Awaitable[Fields | None]],
         code_of: Callable[[RequestRefused], ErrorCode],
@@ -278,7 +278,7 @@ class Call(NamedTuple):
                 self.errors.append(code_of(err))
                 return name(each) | {"error_code": self.errors[-1], "error_message": str(err)}
 
-        rows, waiting = list[Fields](), [*asked]
+        rows, waiting = list[Fields](), [*items]
         for first in range(0, len(waiting), at_once):
             rows += await asyncio.gather(*map(answer, waiting[first : first + at_once]))
         return rows

@@ -298,13 +298,13 @@ class Cluster(ApiHandler):
         return {"brokers": nodes.rows(), "cluster_id": id, "controller_id": nodes.me}
 
     async def _metadata(self, call: Call) -> Fields:
-        asked = call.body.topics
+        topics = call.body.topics
         if asks_for_all(call):
             names = await self._core.topics.names()
         else:
-            names = [*dict.fromkeys([topic.name for topic in asked if topic.name is not None])]
-        by_id = [topic.topic_id for topic in asked or () if topic.name is None]
-        may_create = asked is not None and getattr(call.body, "allow_auto_topic_creation", True)
+            names = [*dict.fromkeys([topic.name for topic in topics if topic.name is not None])]
+        by_id = [topic.topic_id for topic in topics or () if topic.name is None]
+        may_create = topics is not None and getattr(call.body, "allow_auto_topic_creation", True)
         rows, nodes = [], self.nodes(call.connection)
         for name in names:
             rows.append(await self._topic(call, name, may_create, nodes))

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import UUID
 
 from kmq.broker.stats import Incidents
@@ -253,17 +253,15 @@ class FetchHandler:
     async def _named(self, request: FetchRequest) -> FetchRequest:
         """Replace the topic ids of a request by names. An unknown topic keeps its id as its name."""
         names = {text: await self._ids.topic(id) or text for text, id in request.ids.items()}
-        partitions = {
-            TopicPartition(names[topic], number): asked for (topic, number), asked in request.partitions.items()
-        }
+        partitions = {TopicPartition(names[topic], number): row for (topic, number), row in request.partitions.items()}
         return request._replace(partitions=partitions, ids={names[text]: id for text, id in request.ids.items()})
 
-    def _consumer(self, connection: Connection, asked: int) -> _Consumer:
+    def _consumer(self, connection: Connection, count: int) -> _Consumer:
         consumer = self._consumers.get(connection)
         if consumer is None:
             consumer = self._consumers[connection] = _Consumer(connection)
         self._consumers.move_to_end(connection)
-        if len(consumer.waiter.watches) > asked + _SPARE_WATCHES:
+        if len(consumer.waiter.watches) > count + _SPARE_WATCHES:
             self._core.waking.forget(consumer.waiter)
             consumer.waiter = Waiter(consumer.event)
         return consumer
@@ -272,7 +270,7 @@ class FetchHandler:
         """Return the records once there are enough, or the time is up."""
         until, is_first = time.monotonic() + request.wait_s, True
         while True:
-            positions = [(place, consumer.resumed(place, asked.offset)) for place, asked in request.partitions.items()]
+            positions = [(place, consumer.resumed(place, part.offset)) for place, part in request.partitions.items()]
             if not any(consumer.may_have(place, offset) for place, offset in positions):
                 await self._cache.wait(positions, until - time.monotonic())
             is_over = time.monotonic() >= until
@@ -280,11 +278,11 @@ class FetchHandler:
                 return cached
             rows = await self._looked_at(call, consumer, request, is_first)
             nbytes, is_first = 0, False
-            wanted = [asked for place, asked in request.partitions.items() if rows[place].has_records(asked.offset)]
+            wanted = [part for place, part in request.partitions.items() if rows[place].has_records(part.offset)]
             if wanted:
-                most = min(request.max_bytes, MAX_ANSWER, sum(asked.max_bytes for asked in wanted))
+                most = min(request.max_bytes, MAX_ANSWER, sum(part.max_bytes for part in wanted))
                 try:
-                    await self._core.answers.take(consumer, most + COPIES * _CHUNK_BYTES)
+                    await self._core.answers.reserve(consumer, most + COPIES * _CHUNK_BYTES)
                 except RequestRefused:  # the answers' budget is used up: this answer is empty
                     return rows
                 nbytes, is_full = await self._core.fetching.run(self._read, call, request, rows)
@@ -321,15 +319,15 @@ class FetchHandler:
         Uses no thread, because a thread waits long for its turn while producers keep the gateway busy. A consumer that
         waits for two threads in each fetch falls behind the cache, and reading lines costs it ten times as much.
         """
-        asked = request.partitions
-        if len(asked) > _FEW or not any(
-            consumer.finds(self._cache, place, each.offset) for place, each in asked.items()
+        parts = request.partitions
+        if len(parts) > _FEW or not any(
+            consumer.finds(self._cache, place, each.offset) for place, each in parts.items()
         ):
             return None
         with suppress(RequestRefused):  # then files are read, and refused again if need be
-            most = min(request.max_bytes, MAX_ANSWER, sum(each.max_bytes for each in asked.values()))
-            await self._core.answers.take(consumer, most + COPIES * _CHUNK_BYTES)
-            rows, nbytes = self._kept_in(call, consumer, request)
+            most = min(request.max_bytes, MAX_ANSWER, sum(each.max_bytes for each in parts.values()))
+            await self._core.answers.reserve(consumer, most + COPIES * _CHUNK_BYTES)
+            rows, nbytes = self._rows_in_cache(call, consumer, request)
             if nbytes >= max(1, request.min_bytes):
                 self._core.answers.settle(consumer, nbytes)
                 consumer.errors = {}
@@ -337,21 +335,21 @@ class FetchHandler:
         consumer.close()
         return None
 
-    def _kept_in(self, call: Call, consumer: _Consumer, request: FetchRequest) -> tuple[Rows, int]:
+    def _rows_in_cache(self, call: Call, consumer: _Consumer, request: FetchRequest) -> tuple[Rows, int]:
         """Return each partition's cached records, and their bytes. Return nothing if one may have lines instead."""
         rows, nbytes, left = Rows(), 0, min(request.max_bytes, MAX_ANSWER)
-        for place, asked in request.partitions.items():
+        for place, part in request.partitions.items():
             view, id = consumer.views.get(place), request.ids.get(place.topic)
             if view is None or view.is_resting:
                 return Rows(), 0
             if id is not None and id != self._ids.of_life(place.topic, view.partition.from_seq):
                 return Rows(), 0
-            code, is_same = self._tried(call, place, asked.epoch, view.begins_as_seen)
+            code, is_same = self._tried(call, place, part.epoch, view.begins_as_seen)
             if code != ErrorCode.none or not is_same:
                 return Rows(), 0
-            view.move(asked.offset)
-            most = min(asked.max_bytes, left)
-            offset = view.resumed(asked.offset)
+            view.move(part.offset)
+            most = min(part.max_bytes, left)
+            offset = view.resumed(part.offset)
             records = self._records(view, offset, most, not nbytes, call.version, has_lines=False)
             has_none = not records and self._find_cached(view, offset, call.version) is None  # else it lacks room
             if has_none and (offset != view.end or view.growth()):
@@ -364,10 +362,10 @@ class FetchHandler:
 
     async def _looked_at(self, call: Call, consumer: _Consumer, request: FetchRequest, is_first: bool) -> Rows:
         """Return the state of the requested partitions, without records. `is_first`: the request has not waited yet."""
-        asked = request.partitions
-        if all(map(consumer.is_quiet, asked)):
+        parts = request.partitions
+        if all(map(consumer.is_quiet, parts)):
             return self._look(call, consumer, request)  # reads no files
-        few = asked.items() if is_first and len(asked) <= _FEW else ()
+        few = parts.items() if is_first and len(parts) <= _FEW else ()
         if few and all(consumer.is_behind(place, each.offset) for place, each in few):
             return self._look(call, consumer, request, are_known=True)
         rows = await self._core.fetching.run(self._look, call, consumer, request)
@@ -408,9 +406,9 @@ class FetchHandler:
     def _look(self, call: Call, consumer: _Consumer, request: FetchRequest, are_known: bool = False) -> Rows:
         """Return the beginning and end of each partition, or its error. `are_known`: they are as a moment ago."""
         rows = Rows()
-        for place, asked in request.partitions.items():
-            work = self._look_at, consumer, place, asked.offset, request.ids.get(place.topic), are_known
-            code, row = self._tried(call, place, asked.epoch, *work)
+        for place, part in request.partitions.items():
+            work = self._look_at, consumer, place, part.offset, request.ids.get(place.topic), are_known
+            code, row = self._tried(call, place, part.epoch, *work)
             rows[place] = _Row(code) if row is None else row
         return rows
 
@@ -482,14 +480,14 @@ class FetchHandler:
     def _read(self, call: Call, request: FetchRequest, rows: Rows) -> tuple[int, bool]:
         """Fill rows with records. Return their number of bytes, and whether the room is used up."""
         nbytes, left = 0, min(request.max_bytes, MAX_ANSWER)
-        for place, asked in request.partitions.items():
+        for place, part in request.partitions.items():
             row = rows[place]
-            if not row.has_records(asked.offset) or row.view is None:
+            if not row.has_records(part.offset) or row.view is None:
                 continue
             if nbytes and left <= 0:
                 break
-            most = min(asked.max_bytes, left)
-            work = self._records, row.view, asked.offset, most, not nbytes, call.version
+            most = min(part.max_bytes, left)
+            work = self._records, row.view, part.offset, most, not nbytes, call.version
             row.code, records = self._tried(call, place, UNKNOWN, *work)
             row.records, row.first, row.end = records or [], row.view.first, row.view.end
             found = sum(map(len, row.records))
@@ -572,22 +570,24 @@ class FetchHandler:
     # --- ListOffsets, OffsetForLeaderEpoch ---------------------------------------------------------------------------
 
     async def _list_offsets(self, call: Call) -> Fields:
-        topics = []
-        for topic in call.body.topics:
-            rows = []
-            for asked in topic.partitions:
-                place = TopicPartition(topic.name, asked.partition_index)
-                epoch = getattr(asked, "current_leader_epoch", UNKNOWN)
-                work = self._tried, call, place, epoch, self._offset_at, place, asked.timestamp
-                try:
-                    code, found = await self._core.fetching.run(*work)
-                except RequestRefused as err:  # its records lie in KMQ_TIER, which takes too long
-                    code, found = wire.code_of(err), None
-                timestamp, offset = found or (UNKNOWN, UNKNOWN)
-                row = {"partition_index": place.partition, "error_code": code, "timestamp": timestamp, "offset": offset}
-                rows.append(row | {"leader_epoch": self._epoch() if offset >= 0 else UNKNOWN})
-            topics.append({"name": topic.name, "partitions": rows})
-        return {"topics": topics}
+        turn = asyncio.Lock()
+
+        async def look_up(place: TopicPartition, part: Any) -> Fields:
+            epoch = getattr(part, "current_leader_epoch", UNKNOWN)
+            work = self._tried, call, place, epoch, self._offset_at, place, part.timestamp
+            try:
+                code, found = await self._core.fetching.run(*work, turn=turn)
+            except RequestRefused as err:  # its records lie in KMQ_TIER, which takes too long
+                code, found = wire.code_of(err), None
+            timestamp, offset = found or (UNKNOWN, UNKNOWN)
+            row = {"partition_index": place.partition, "error_code": code, "timestamp": timestamp, "offset": offset}
+            return row | {"leader_epoch": self._epoch() if offset >= 0 else UNKNOWN}
+
+        async def of_topic(topic: Any) -> Fields:
+            rows = (look_up(TopicPartition(topic.name, part.partition_index), part) for part in topic.partitions)
+            return {"name": topic.name, "partitions": await asyncio.gather(*rows)}
+
+        return {"topics": await asyncio.gather(*map(of_topic, call.body.topics))}
 
     def _offset_at(self, place: TopicPartition, timestamp: int) -> tuple[int, int]:
         """Return (timestamp, offset) of the first record with this time or a later one; -1 if there is none."""
@@ -606,9 +606,9 @@ class FetchHandler:
         topics = []
         for topic in call.body.topics:
             rows = []
-            for asked in topic.partitions:
-                place = TopicPartition(topic.topic, asked.partition)
-                work = self._tried, call, place, asked.current_leader_epoch, self._end_of, place, asked.leader_epoch
+            for part in topic.partitions:
+                place = TopicPartition(topic.topic, part.partition)
+                work = self._tried, call, place, part.current_leader_epoch, self._end_of, place, part.leader_epoch
                 code, found = await self._core.fetching.run(*work)
                 epoch, end = found or (UNKNOWN, UNKNOWN)
                 rows.append(

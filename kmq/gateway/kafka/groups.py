@@ -453,10 +453,10 @@ class KafkaGroups(ApiHandler):
     async def _offset_fetch(self, call: Call) -> Fields:
         if call.version < 8:
             return self._offsets(call, call.body.group_id, call.body.topics)
-        asked = {each.group_id: each.topics for each in call.body.groups}
-        return {"groups": [self._offsets(call, group, topics) for group, topics in asked.items()]}
+        topics_of = {each.group_id: each.topics for each in call.body.groups}
+        return {"groups": [self._offsets(call, group, topics) for group, topics in topics_of.items()]}
 
-    def _offsets(self, call: Call, group: str, asked: Iterable[Any] | None) -> Fields:
+    def _offsets(self, call: Call, group: str, topic_rows: Iterable[Any] | None) -> Fields:
         """Return a group's committed offsets, in some topics or in all of them."""
         code = ErrorCode.none
         committed: Mapping[Partition, CommittedOffset] = {}
@@ -467,11 +467,11 @@ class KafkaGroups(ApiHandler):
             code = code_of(err)
             call.errors.append(code)
         wanted: dict[str, list[int]] = {}
-        if asked is None:
+        if topic_rows is None:
             for topic, number in sorted(committed):
                 wanted.setdefault(topic, []).append(number)
         elif code == ErrorCode.none or call.version < 2:  # older versions have no other field for an error
-            wanted = {topic.name: topic.partition_indexes for topic in asked}
+            wanted = {topic.name: topic.partition_indexes for topic in topic_rows}
 
         is_stable = code == ErrorCode.none and getattr(call.body, "require_stable", False)
         pending = self._transactions.pending(group) if is_stable else ()  # their outcome is not decided yet
@@ -534,18 +534,18 @@ class KafkaGroups(ApiHandler):
         return {"results": await call.each(names, group_named, self._admin.delete, code_of)}
 
     async def _offset_delete(self, call: Call) -> Fields:
-        asked = [(topic.name, [each.partition_index for each in topic.partitions]) for topic in call.body.topics]
+        rows = [(topic.name, [each.partition_index for each in topic.partitions]) for topic in call.body.topics]
         try:
-            places = {(name, number) for name, numbers in asked for number in numbers}
-            kept = await self._admin.forget(call.body.group_id, places)
+            places = {(name, number) for name, numbers in rows for number in numbers}
+            refused = await self._admin.forget(call.body.group_id, places)
         except RequestRefused as err:
             return {"error_code": code_of(err)}
 
         def row(name: str, number: int) -> Fields:
-            code = ErrorCode.group_subscribed_to_topic if (name, number) in kept else ErrorCode.none
+            code = ErrorCode.group_subscribed_to_topic if (name, number) in refused else ErrorCode.none
             return {"partition_index": number, "error_code": code}
 
-        topics = [{"name": name, "partitions": [row(name, number) for number in numbers]} for name, numbers in asked]
+        topics = [{"name": name, "partitions": [row(name, number) for number in numbers]} for name, numbers in rows]
         return {"topics": topics}
 
 
@@ -618,7 +618,7 @@ def _read_join_request(body: Any, is_opaque: bool) -> _JoinRequest:
 def _shown(member: MemberView, protocol: str) -> dict[str, bytes]:
     """Return a member's metadata and assignment, as other clients read them."""
     if member.opaque is not None:
-        said, told = member.opaque.metadata.get(protocol, b""), member.handed_out
+        said, assignment = member.opaque.metadata.get(protocol, b""), member.handed_out
     else:
-        said, told = metadata_bytes(member.topics), assignment_bytes(member.partitions)
-    return {"member_metadata": said, "member_assignment": told}
+        said, assignment = metadata_bytes(member.topics), assignment_bytes(member.partitions)
+    return {"member_metadata": said, "member_assignment": assignment}

@@ -269,7 +269,7 @@ class ConsumerProtocol(ApiHandler):
             raise RequestRefused("bad_request", "who joins names topics, or a pattern of them")
         name = wanted.static_name
         holder = None if name is None else groups.coordinator.static_member(group, name)
-        if holder not in (None, id) and (known := self._members.get((group, holder))) and not known.has_left:
+        if holder not in (None, id) and (existing := self._members.get((group, holder))) and not existing.has_left:
             raise KafkaRefused(ErrorCode.unreleased_instance_id, f"member {name} of group {group} has not left")
         id = id or groups.coordinator.new_id(call.header.client)
         # A member that joins reads nothing yet, or nothing any more.
@@ -369,7 +369,7 @@ class ConsumerProtocol(ApiHandler):
         }
 
     def _shown(self, group: str, generation: int, member: MemberView) -> Fields:
-        known = self._members.get((group, member.id))
+        state = self._members.get((group, member.id))
         assignment = {"topic_partitions": self._by_topic(member.partitions)}
         return {
             "member_id": member.id,
@@ -378,7 +378,7 @@ class ConsumerProtocol(ApiHandler):
             "client_id": member.name,
             "client_host": member.host,
             "subscribed_topic_names": member.topics,
-            "subscribed_topic_regex": known.wanted.pattern.pattern if known and known.wanted.pattern else None,
+            "subscribed_topic_regex": state.wanted.pattern.pattern if state and state.wanted.pattern else None,
             "assignment": assignment,
             "target_assignment": assignment,
         }

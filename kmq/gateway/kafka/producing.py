@@ -70,16 +70,15 @@ class _Name:
         # The last id that was handed over. 0: nothing is stored; FORGOTTEN: perhaps something is; None: ask the framer.
         self.last: int | None = None
         self.refused, self.refused_at = 0, 0.0  # the lowest id refused and not repeated since; 0: no refusal
-        self.unsure: dict[
-            int, float
-        ] = {}  # first ids of batches that may be stored without the client knowing, and when
+        # First ids of batches that may be stored although the client does not know it, and when they were sent.
+        self.unsure: dict[int, float] = {}
         self.finishing: dict[asyncio.Task[Produced], None] = {}  # batches that wait for their offsets
         self.timestamp = -1  # the highest in its last batch
         self.turn = asyncio.Lock()
         self.users = 0
 
-    def last_known(self) -> int:
-        """Return the last known id; 0: no id."""
+    def last_stored_id(self) -> int:
+        """Return the last stored id, as far as it is known; 0: no id."""
         return max(0, self.last or 0)
 
     def begin(self, from_seq: int) -> None:
@@ -98,7 +97,7 @@ class _Name:
         if not self.has_refused():
             return False
         is_behind = _epoch_of(self.refused) == _epoch_of(first_id) and first_id > self.refused
-        return is_behind and self.last_known() < self.refused
+        return is_behind and self.last_stored_id() < self.refused
 
     def has_refused(self) -> bool:
         """Return True if a batch was refused that its client may send again."""
@@ -118,7 +117,7 @@ class _Name:
         """Return True for a batch that follows one which may be stored without its client knowing."""
         since, epoch = time.monotonic() - _REPEATED_S, _epoch_of(first_id)
         self.unsure = {id: at for id, at in self.unsure.items() if at > since and _epoch_of(id) >= epoch}
-        return any(id < first_id and (self.last is None or id <= self.last_known()) for id in self.unsure)
+        return any(id < first_id and (self.last is None or id <= self.last_stored_id()) for id in self.unsure)
 
 
 class _Own:
@@ -185,7 +184,7 @@ class ProduceHandler:
 
     def _give_pid(self) -> int:
         """Return a producer id that was never given. Raises RequestRefused."""
-        pid = self._known_life() * PIDS_PER_LIFE + self._given
+        pid = self._own_life() * PIDS_PER_LIFE + self._given
         if self._given >= PIDS_PER_LIFE:
             raise RequestRefused("busy", f"{PIDS_PER_LIFE} producer ids were given in this life of the gateway")
         self._given += 1
@@ -193,14 +192,14 @@ class ProduceHandler:
 
     async def _describe_producers(self, call: Call) -> Fields:
         """Answer DescribeProducers: producers of a partition in this life of the gateway, with their last sequence."""
-        known: dict[tuple[int, int], list[Fields]] = {}
+        producers: dict[tuple[int, int], list[Fields]] = {}
         for (pid, _, number), name in self._names.items():
             from_seq = name.from_seq
-            if name.last and name.last_known():
+            if name.last and name.last_stored_id():
                 row = {"producer_id": pid, "producer_epoch": _epoch_of(name.last), "last_timestamp": name.timestamp}
                 # Records of an open transaction are not in the partition yet, so there is no offset at which it begins.
                 row |= {"last_sequence": (name.last - 1) % _SEQUENCES, "coordinator_epoch": -1}
-                known.setdefault((from_seq, number), []).append(row | {"current_txn_start_offset": -1})
+                producers.setdefault((from_seq, number), []).append(row | {"current_txn_start_offset": -1})
 
         def part(topic: str, number: int) -> Fields:
             code, text, found = ErrorCode.none, None, list[Fields]()
@@ -208,14 +207,14 @@ class ProduceHandler:
                 count, from_seq = self._core.partitions.declared(topic)
                 if not 0 <= number < count or from_seq is None:
                     raise RequestRefused("unknown_partition", f"{topic} has no partition {number}")
-                found = known.get((from_seq, number), found)
+                found = producers.get((from_seq, number), found)
             except RequestRefused as err:
                 code, text = wire.code_of(err), str(err)
                 call.errors.append(code)
             return {"partition_index": number, "error_code": code, "error_message": text, "active_producers": found}
 
-        asked = [(topic.name, topic.partition_indexes) for topic in call.body.topics]
-        return {"topics": [{"name": name, "partitions": [part(name, n) for n in numbers]} for name, numbers in asked]}
+        wanted = [(topic.name, topic.partition_indexes) for topic in call.body.topics]
+        return {"topics": [{"name": name, "partitions": [part(name, n) for n in numbers]} for name, numbers in wanted]}
 
     # --- produce -----------------------------------------------------------------------------------------------------
 
@@ -312,10 +311,10 @@ class ProduceHandler:
 
     def _is_ours(self, pid: int) -> bool:
         """Return True if this gateway, or an earlier life, has given this producer id. Raises RequestRefused."""
-        now, (life, number) = self._known_life(), divmod(pid, PIDS_PER_LIFE)
+        now, (life, number) = self._own_life(), divmod(pid, PIDS_PER_LIFE)
         return 0 < life < now or (life == now and number < self._given)
 
-    def _known_life(self) -> int:
+    def _own_life(self) -> int:
         if not (life := self._life()):
             raise RequestRefused("not_ready", "the gateway is starting")
         return life
@@ -324,7 +323,7 @@ class ProduceHandler:
         self, own: _Own, part: ProducedPart, batch: RecordBatch, from_seq: int
     ) -> "asyncio.Task[Produced]":
         """Hand over a batch without a producer id."""
-        life = self._known_life()
+        life = self._own_life()
         async with own.turn, self._rendering:
             await self._units.room()
             first_id = own.last + 1
@@ -361,8 +360,8 @@ class ProduceHandler:
             while True:
                 if name.last is None:
                     name.last = await self._units.last_id(label)
-                known = name.last, name.refused
-                first_id = _first_id(batch.producer_epoch, batch.base_sequence, name.last_known())
+                before = name.last, name.refused
+                first_id = _first_id(batch.producer_epoch, batch.base_sequence, name.last_stored_id())
                 refused = _judge(batch, first_id, name) or await self._judge_first(part, batch, name)
                 if refused is not None:
                     is_gap = refused.code == ErrorCode.out_of_order_sequence_number
@@ -370,15 +369,18 @@ class ProduceHandler:
                     return refused if gap is None else self._in_task(gap, name)
                 if held is not None:
                     place = part.topic, part.partition
-                    held = await self._transactions.placed(held, place, first_id, name.last_known())
+                    held = await self._transactions.placed(held, place, first_id, name.last_stored_id())
                 async with self._rendering:
                     await self._units.room()
                     lines = await self._lines(part, batch, label, first_id, held)
-                    if (name.last, name.refused) == known:  # no earlier batch was refused meanwhile
-                        after = min(name.last_known(), first_id - 1)
+                    if (name.last, name.refused) == before:  # no earlier batch was refused meanwhile
+                        after = min(name.last_stored_id(), first_id - 1)
                         task = self._send_lines(label, part, batch, from_seq, lines, name, first_id, after, held)
                         break
-            name.last, name.timestamp = max(name.last_known(), first_id + batch.record_count - 1), batch.max_timestamp
+            name.last, name.timestamp = (
+                max(name.last_stored_id(), first_id + batch.record_count - 1),
+                batch.max_timestamp,
+            )
             if first_id <= name.refused or _epoch_of(name.refused) < batch.producer_epoch:
                 name.refused = 0
             return task
@@ -435,8 +437,8 @@ class ProduceHandler:
             units.append(link.send(label, text, count, on_refused, after))
             first_id += count
             after = first_id - 1
-        kept = from_seq if lines.is_exact else None
-        finish = self._finish(part, batch, kept, units, held)
+        exact_from = from_seq if lines.is_exact else None
+        finish = self._finish(part, batch, exact_from, units, held)
         if name is not None:
             finish = _settled(finish, units, name, first_id - batch.record_count)
         task = self._in_task(finish, name)
@@ -516,10 +518,10 @@ def _first_id(epoch: int, base_sequence: int, last: int) -> int:
     before = epoch * _EPOCH_IDS
     wraps, sequence = 0, base_sequence
     if last > before:
-        wraps, known = divmod(last - before - 1, _SEQUENCES)
-        if known - sequence > _SEQUENCES // 2:
+        wraps, expected = divmod(last - before - 1, _SEQUENCES)
+        if expected - sequence > _SEQUENCES // 2:
             wraps += 1
-        elif sequence - known > _SEQUENCES // 2 and wraps:
+        elif sequence - expected > _SEQUENCES // 2 and wraps:
             wraps -= 1
     return before + wraps * _SEQUENCES + sequence + 1
 
@@ -533,7 +535,7 @@ def _epoch_of(id: int) -> int:
 
 def _judge(batch: RecordBatch, first_id: int, name: _Name) -> Produced | None:
     """Return the refusal of a batch; None if it is the next one, or may be stored already."""
-    last = name.last_known()
+    last = name.last_stored_id()
     epoch = _epoch_of(last)
     if last and batch.producer_epoch < epoch:
         return Produced(ErrorCode.invalid_producer_epoch, text=f"epoch {batch.producer_epoch}, where {epoch} is known")
@@ -576,8 +578,8 @@ def _note_refused(name: _Name, part: ProducedPart) -> None:
     """Note that a batch was refused before it was handed over."""
     producer = read_producer(part.records or b"")
     if producer is not None:
-        first_id = _first_id(producer.epoch, producer.sequence, name.last_known())
-        if name.last is None or first_id <= name.last_known():
+        first_id = _first_id(producer.epoch, producer.sequence, name.last_stored_id())
+        if name.last is None or first_id <= name.last_stored_id():
             name.doubt(first_id)
         name.refuse(first_id)
 

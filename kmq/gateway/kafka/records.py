@@ -5,9 +5,9 @@
 
 Line        `<topic>.@<partition>[.<key>]|<seconds.mmm>|<id>;p=<producer>[;headers]|<payload>` (kmq/message/record.py).
             A null key is no second dot, an empty one a dot at the end. A null value is an empty payload; an empty value
-            and one that is not printable text have the header `enc=b64`; text with a newline behind it is stored without
-            that newline, with `enc=lf`. A timestamp of -1 is an empty field, which is
-            read as the time of receipt.
+            and one that is not printable text have the header `enc=b64`; text that ends with a newline is stored
+            without that newline, with `enc=lf`. A timestamp of -1 is an empty field, which is read as the time of
+            receipt.
 Invariant   Key, value, names and values of headers come back byte for byte, whichever bytes they are. A batch is
             rendered as a whole or refused: no line of a bad batch exists.
 Memory      At most MAX_BATCH for a batch decompressed, checked before memory is taken, and as much as it has compressed. Its

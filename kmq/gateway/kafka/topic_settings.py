@@ -65,7 +65,7 @@ _LEGAL: dict[int, Callable[[str], bool]] = {  # by type of a setting
 }
 # Settings with any legal value, because none of them changes what is stored or promised, and their types. A topic keeps
 # them as its option `kafkaSettings`.
-_KEPT = {
+_STORED = {
     "compression.type": STRING,
     "compression.gzip.level": INT,
     "compression.lz4.level": INT,
@@ -127,7 +127,7 @@ def value_of(name: str, options: Mapping[str, int | str], own: Iterable[str] = (
     if name.startswith("local.") and option.option not in own:
         return str(_AS_TOTAL)
     if option.kind == BOOLEAN:
-        return next(text for text, kept in _SWITCH.items() if kept == value)
+        return next(text for text, setting in _SWITCH.items() if setting == value)
     if name == "cleanup.policy" and value == "compact":
         has_own = any(options[limit] != UNLIMITED for limit in _RETENTION if limit in own)
         return _BOTH if has_own else "compact"
@@ -142,19 +142,19 @@ def options_of(
 ) -> dict[str, Value]:
     """Return changed settings as options; None: the topic's own value is removed. Raises RequestRefused."""
     options: dict[str, Value] = {}
-    kept = {} if before is None else kept_settings(before.options)
+    settings = {} if before is None else stored_settings(before.options)
     for name, text in changes.items():
         if name in TOPIC_SETTINGS:
             options[TOPIC_SETTINGS[name].option] = None if text is None else _parsed(name, text)
         elif text is None or text == fixed.get(name, (0, None))[1]:
-            kept.pop(name, None)
-        elif name in _KEPT:
-            kept[name] = _legal(name, text, fixed)
+            settings.pop(name, None)
+        elif name in _STORED:
+            settings[name] = _legal(name, text, fixed)
         elif name in fixed:
             raise bad_field(name, f"is always {fixed[name][1]!r}")
         else:
-            raise bad_field(name, f"is not known here; there are {', '.join([*TOPIC_SETTINGS, *_KEPT])}")
-    text = ";".join(f"{name}={value}" for name, value in sorted(kept.items()))
+            raise bad_field(name, f"is not known here; there are {', '.join([*TOPIC_SETTINGS, *_STORED])}")
+    text = ";".join(f"{name}={value}" for name, value in sorted(settings.items()))
     if text != ("" if before is None else before.options["kafkaSettings"]):
         options["kafkaSettings"] = text or None
     try:
@@ -164,27 +164,27 @@ def options_of(
         raise bad_field(name, str(err).partition(": ")[2]) from None
     own = {} if before is None else {name: before.options[name] for name in before.own}
     own = {name: value for name, value in (own | options).items() if value is not None}
-    asked = changes.get("cleanup.policy")
-    if asked is None and before is not None and "cleanup.policy" not in changes:
-        asked = value_of("cleanup.policy", before.options, before.own)
+    policy = changes.get("cleanup.policy")
+    if policy is None and before is not None and "cleanup.policy" not in changes:
+        policy = value_of("cleanup.policy", before.options, before.own)
     if own.get("cleanupPolicy") == "compact":
         has_retention = any(own.get(limit, UNLIMITED) != UNLIMITED for limit in _RETENTION)
-        if has_retention and "delete" not in str(asked):
+        if has_retention and "delete" not in str(policy):
             raise bad_field("cleanup.policy", f"compact with a retention deletes rows; say {_BOTH}, or no retention")
-        if not has_retention and "delete" in str(asked):
+        if not has_retention and "delete" in str(policy):
             raise bad_field("cleanup.policy", f"{_BOTH} needs retention.ms or retention.bytes")
     return options
 
 
-def kept_settings(options: Mapping[str, int | str]) -> dict[str, str]:
+def stored_settings(options: Mapping[str, int | str]) -> dict[str, str]:
     """Return the settings of no effect that a topic keeps, given all its options."""
     pairs = (each.partition("=") for each in str(options["kafkaSettings"]).split(";"))
-    return {name: value for name, _, value in pairs if name in _KEPT}
+    return {name: value for name, _, value in pairs if name in _STORED}
 
 
 def _legal(name: str, text: str, fixed: Mapping[str, Row]) -> str:
     """Return the value of a setting of no effect. Raises RequestRefused if Kafka refuses it, or it promises more."""
-    kind, value = _KEPT[name], text.strip()
+    kind, value = _STORED[name], text.strip()
     value = value.lower() if kind == BOOLEAN else value
     if not _LEGAL[kind](value) or (name == "compression.type" and value not in _CODECS):
         raise bad_field(name, f"{text[:80]!r} is no value that it can have")
@@ -225,8 +225,8 @@ def setting(name: str, kind: int, value: str, source: int = DEFAULT, is_fixed: b
     }
 
 
-def kept_setting(name: str, value: str, standard: dict[str, Any] | None) -> dict[str, Any]:
+def stored_setting(name: str, value: str, standard: dict[str, Any] | None) -> dict[str, Any]:
     """Return a setting of no effect that a topic keeps. `standard`: its value otherwise."""
-    row = setting(name, _KEPT[name], value, OF_TOPIC, is_fixed=False)
+    row = setting(name, _STORED[name], value, OF_TOPIC, is_fixed=False)
     synonyms = [*row["synonyms"], *([] if standard is None else standard["synonyms"])]
     return row | {"synonyms": synonyms, "documentation": _NO_EFFECT}

@@ -130,7 +130,7 @@ class TransactionWriter:
                 await asyncio.sleep(_LOOK_S)
             self._is_declared = True
 
-    async def renew_states(self, known: Mapping[str, Transaction]) -> None:
+    async def renew_states(self, transactions: Mapping[str, Transaction]) -> None:
         """Write the states at the front of a long log again, and let the router delete that front.
 
         An id in the middle of a change soon has its next state. Until it has, its old state is needed, and nothing is
@@ -143,16 +143,16 @@ class TransactionWriter:
         front = segments[-_RECENT_SEGMENTS][0]
         _, lines = await asyncio.to_thread(reader.partition(data, STATES, 0).read, front, 1)
         front_seq = record.seq_of(lines)
-        old = [txn for txn in known.values() if txn.last.seq < front_seq]
+        old = [txn for txn in transactions.values() if txn.last.seq < front_seq]
 
         async def renew(txn: Transaction) -> None:
-            if known.get(txn.id) is txn and not txn.is_changing:
+            if transactions.get(txn.id) is txn and not txn.is_changing:
                 async with txn.turn():
                     await self.write_state(txn, txn.next_state(EMPTY))
 
         for at in range(0, len(old), _AT_ONCE):
             await asyncio.gather(*map(renew, old[at : at + _AT_ONCE]))
-        if all(txn.last.seq >= front_seq for txn in known.values()):
+        if all(txn.last.seq >= front_seq for txn in transactions.values()):
             await asyncio.to_thread(topic_changes.begin_at, data, STATES, None, {0: front})
 
     # --- the copy --------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class TransactionWriter:
             return max(seq for seq, _ in found), sum(left_out for _, left_out in found)
         return max(run.seq + run.lines - 1 for run in runs), 0
 
-    async def keep_name(self, pid: int) -> None:
+    async def touch_name(self, pid: int) -> None:
         """Ask for the last id of a waiting commit's name, so that it is not forgotten before others (dedupe.py)."""
         await self._units.last_id(_copier(pid))
 
@@ -206,8 +206,8 @@ class TransactionWriter:
         table = self._groups.store.table
         by_group: dict[tuple[str, str, int], dict[Partition, CommittedOffset]] = {}
         for row, offset in offsets.items():
-            known = table.row_at(row)
-            if not (isinstance(known, CommittedOffset) and known.committed_seq > decided_seq):
+            stored = table.row_at(row)
+            if not (isinstance(stored, CommittedOffset) and stored.committed_seq > decided_seq):
                 rows = by_group.setdefault((row.group, offset.member, offset.generation), {})
                 rows[row.topic, row.partition] = offset
         for (group, member, generation), rows in by_group.items():

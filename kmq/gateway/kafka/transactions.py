@@ -136,15 +136,15 @@ class Transactions(ApiHandler):
 
     async def run(self) -> None:
         """Finish the transactions that former lives have decided, then enforce limits, until cancelled."""
-        told = ""
+        last_error = ""
         while not self.recovered.is_set():
             try:
                 await self._recover()
                 self.recovered.set()
                 self.may_serve_groups.set()
             except (KmqError, DamageError, OSError) as err:
-                if str(err) != told:
-                    told = str(err)
+                if str(err) != last_error:
+                    last_error = str(err)
                     groups = "" if self.may_serve_groups.is_set() else "groups and "
                     effect = f"{groups}transactions are not served; tried again"
                     self._log.error("kafka_transactions_not_read", reason=err, effect=effect)
@@ -158,10 +158,10 @@ class Transactions(ApiHandler):
                 await self._forget_idle()
                 try:
                     await self._trim()
-                    told = ""
+                    last_error = ""
                 except (KmqError, OSError) as err:
-                    if isinstance(err, RetryError) and str(err) != told:
-                        told = str(err)
+                    if isinstance(err, RetryError) and str(err) != last_error:
+                        last_error = str(err)
                         effect = "what transactions have held back stays on disk; tried again"
                         self._log.warn("kafka_transactions_kept", reason=err, effect=effect)
                 with suppress(KmqError, OSError, TransactionRefused):
@@ -268,9 +268,7 @@ class Transactions(ApiHandler):
     def _report_evicted(self) -> None:
         """Log, at most once a minute, how many ids were evicted."""
         if self._evicted and time.monotonic() >= self._report_at:
-            effect = (
-                "those that were idle the longest; if their producers come again, one transaction has to be aborted"
-            )
+            effect = "those that were idle the longest; if their producers return, one transaction has to be aborted"
             self._log.warn("kafka_transactional_ids_evicted", count=self._evicted, most=_MOST_IDS, effect=effect)
             self._evicted, self._report_at = 0, time.monotonic() + _REPORT_S
 
@@ -406,7 +404,7 @@ class Transactions(ApiHandler):
         return {"results_by_topic_v3_and_below": rows}
 
     def _absent(self, places: Iterable[Partition]) -> list[Partition]:
-        """Return those of these partitions that do not exist."""
+        """Return the partitions among these that do not exist."""
         counts = self._core.partitions.declared_of({topic for topic, _ in places})
         return [place for place in places if not (place[0] in counts and 0 <= place[1] < counts[place[0]][0])]
 
@@ -597,7 +595,7 @@ class Transactions(ApiHandler):
 
     async def _finish(self, txn: Transaction) -> None:
         """Copy a committed transaction to its topics, and retry until that works. Raises RequestRefused (stopping)."""
-        told, decided = "", txn.last
+        last_error, decided = "", txn.last
         while True:
             try:
                 async with self._copying:
@@ -609,13 +607,13 @@ class Transactions(ApiHandler):
             except (KmqError, DamageError, OSError, ValueError) as err:
                 if isinstance(err, RequestRefused) and err.code == "stopping":
                     raise
-                if str(err) != told:
-                    told = str(err)
+                if str(err) != last_error:
+                    last_error = str(err)
                     effect = "its producer waits; tried again"
                     self._log.warn("kafka_commit_waits", id=txn.id, pid=txn.pid, reason=err, effect=effect)
                 await asyncio.sleep(_RETRY_S)
                 with suppress(RequestRefused):
-                    await self._writer.keep_name(decided.pid)
+                    await self._writer.touch_name(decided.pid)
         reasons = "their topics were deleted since they were sent", "KMQ_MAX_LINE was lowered since they were sent"
         for count, why in zip((copied.deleted, copied.too_long), reasons, strict=True):
             if count:

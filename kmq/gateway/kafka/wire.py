@@ -157,7 +157,7 @@ class Header(NamedTuple):
 
 
 class Reader:
-    """Reads a request: its strings, arrays and bytes. From a flexible version on their form is another one.
+    """Reads a request: its strings, arrays and bytes. Flexible versions encode them in another form.
 
     Every length is checked against the bytes that are left. All arrays of a request have at most MAX_ENTRIES together,
     because an entry of a few bytes costs microseconds, and more than a hundred bytes of memory.
@@ -247,10 +247,10 @@ def header(frame: memoryview) -> Header:
     key, version, correlation = reader.unpack(_HEADER)
     name = reader._bytes(reader.unpack(_SHORT)[0])  # in the old form in every version
     client = "" if name is None else bytes(name[:_MAX_CLIENT]).decode(errors="replace")
-    known = _KEYS.get(key)
-    if known is None or not known.served <= version <= known.high:
+    row = _KEYS.get(key)
+    if row is None or not row.served <= version <= row.high:
         raise Unsupported(Header(key, version, correlation, client, 0))
-    reader.is_flexible = is_flexible(known, version)
+    reader.is_flexible = is_flexible(row, version)
     reader.tags()
     return Header(key, version, correlation, client, reader.at)
 
@@ -265,8 +265,8 @@ def request_class(key: int, version: int) -> Any:
     rows = [(each.name, each.type, dataclasses.field(metadata=each.metadata)) for each in dataclasses.fields(former)]
     pattern = ("subscribed_topic_regex", str | None, dataclasses.field(metadata={"kafka_type": "string"}))
     rows.insert(1 + [name for name, *_ in rows].index("subscribed_topic_names"), pattern)
-    kept = {name: value for name, value in vars(former).items() if name in former.__annotations__ and name[0] == "_"}
-    return dataclasses.make_dataclass("ConsumerGroupHeartbeatRequest", rows, namespace=kept)
+    private = {name: value for name, value in vars(former).items() if name in former.__annotations__ and name[0] == "_"}
+    return dataclasses.make_dataclass("ConsumerGroupHeartbeatRequest", rows, namespace=private)
 
 
 @cache
@@ -455,7 +455,7 @@ _NAMED += ("transactional_ids",)
 _NAMES = ("name", "group_id", "key", "partition_index", "user", "transactional_id")
 
 
-def _refused(cls: Any, asked: Any, code: ErrorCode, text: str | None) -> Fields:
+def _refused(cls: Any, item: Any, code: ErrorCode, text: str | None) -> Fields:
     found: dict[str, Any] = {"error_message": text, "protocol_name": "", "metadata": ""}
     fields = _fields(cls)
     is_whole = any(field.kind == "error_code" for field in fields)
@@ -463,19 +463,19 @@ def _refused(cls: Any, asked: Any, code: ErrorCode, text: str | None) -> Fields:
         if field.kind == "error_code":
             found[field.name] = code
         elif field.is_array:
-            found[field.name] = [] if is_whole else [_refused(field.entry, each, code, text) for each in _named(asked)]
-        elif field.name in _NAMES and isinstance(asked, str | int):
-            found[field.name] = asked
-        elif hasattr(asked, field.name):
-            found[field.name] = getattr(asked, field.name)
+            found[field.name] = [] if is_whole else [_refused(field.entry, each, code, text) for each in _named(item)]
+        elif field.name in _NAMES and isinstance(item, str | int):
+            found[field.name] = item
+        elif hasattr(item, field.name):
+            found[field.name] = getattr(item, field.name)
         elif field.name == "user":
-            found[field.name] = asked.name
+            found[field.name] = item.name
     return found
 
 
-def _named(asked: Any) -> Iterator[Any]:
+def _named(item: Any) -> Iterator[Any]:
     for name in _NAMED:
-        yield from getattr(asked, name, None) or ()
+        yield from getattr(item, name, None) or ()
 
 
 class _Field(NamedTuple):

@@ -135,7 +135,7 @@ class Consumption:
         try:
             if found.first_offset > cursor.offset:
                 await self._begin(cursor, found.first_offset)
-            while span := await self._service.run(cursor.partition.take, found):
+            while span := await self._service.run(cursor.partition.next_span, found):
                 await self._connection.send(span)
                 self._service.requests.count_sent(span.nbytes)
                 self._left -= found.reached - cursor.offset
@@ -191,11 +191,11 @@ class Consumption:
         cursor.offset = batch.offset + batch.lines
         return True
 
-    def _has_grown(self, known: int) -> bool:
-        return self._service.partitions.count(self._request.topic) > known
+    def _has_grown(self, count: int) -> bool:
+        return self._service.partitions.count(self._request.topic) > count
 
     async def _add_partitions(self, cursors: list[Cursor]) -> None:
-        """Follow partitions that the topic has got meanwhile, from their first record on."""
+        """Follow the topic's new partitions, from their first record on."""
         if self._request.partition is None:
             count = await self._service.run(self._service.partitions.count, self._request.topic)
             if count > len(cursors):
@@ -204,7 +204,7 @@ class Consumption:
 
 # --- door ------------------------------------------------------------------------------------------------------------
 
-_STOPPING = Failed("", "stopping", "the gateway is stopping; come again and go on at the next offset").encode()
+_STOPPING = Failed("", "stopping", "the gateway is stopping; connect again and go on at the next offset").encode()
 
 
 class Lines:
@@ -237,14 +237,14 @@ class Lines:
             line = await connection.read_line()
             if line is None:
                 return
-            asked = opening(line)
-            verb = type(asked).__name__.upper()
-            self._service.authorize(asked.token, connection.peer, verb)
+            request = opening(line)
+            verb = type(request).__name__.upper()
+            self._service.authorize(request.token, connection.peer, verb)
             connection.is_admitted = True
-            if not isinstance(asked, Consume):
-                asked = await _whole(connection, asked, len(line))
+            if not isinstance(request, Consume):
+                request = await _whole(connection, request, len(line))
             connection.pending = 1
-            await self._handle(connection, asked)
+            await self._handle(connection, request)
         except (BadLine, TooLong) as err:
             code = "bad_request"
             await connection.write(Failed("", code, str(err)).encode())
@@ -263,21 +263,21 @@ class Lines:
         finally:
             self._service.requests.count_egress(verb, code)
 
-    async def _handle(self, connection: LineConnection, asked: Opening) -> None:
-        if isinstance(asked, Consume):
-            await Consumption(self._service, connection, asked).run()
+    async def _handle(self, connection: LineConnection, request: Opening) -> None:
+        if isinstance(request, Consume):
+            await Consumption(self._service, connection, request).run()
         else:
-            await Session(self._service, connection, self._groups, self._redelivery, asked).run()
+            await Session(self._service, connection, self._groups, self._redelivery, request).run()
 
 
-async def _whole(connection: LineConnection, asked: Group | Assign, nbytes: int) -> Group | Assign:
+async def _whole(connection: LineConnection, request: Group | Assign, nbytes: int) -> Group | Assign:
     """Return an opening request with all its lines. `nbytes`: of the first line. Raises BadLine, TooLong."""
-    while asked.more:
+    while request.more:
         line = await connection.read_line()
         if line is None:
             raise BadLine("more: the connection has ended before the next line")
         nbytes += len(line)
         if nbytes > MAX_OPENING:
-            raise TooLong(f"the lines of {type(asked).__name__.upper()} are over {MAX_OPENING} bytes together")
-        asked = further(asked, line)
-    return asked
+            raise TooLong(f"the lines of {type(request).__name__.upper()} are over {MAX_OPENING} bytes together")
+        request = further(request, line)
+    return request

@@ -76,7 +76,7 @@ class Session:
         request = self._request
         if isinstance(request, requests.Assign):
             await self.reader.assign(request.partitions)
-            await self.say_assigned(0)
+            await self.send_assigned(0)
             self.connection.pending = 0
             return await serve_until_one_ends((self.fetches.serve(), self._serve_lines()))
         self.connection.pending = 0
@@ -101,10 +101,10 @@ class Session:
         async with self.turn:
             await self.connection.write(line)
 
-    async def say_revoke(self, revoke: Revoke) -> None:
+    async def send_revoke(self, revoke: Revoke) -> None:
         await self.say(replies.Revoke(revoke.partitions).encode())
 
-    async def say_assigned(self, generation: int) -> None:
+    async def send_assigned(self, generation: int) -> None:
         await self.say(Assigned(generation, tuple(self.reader.offsets())).encode())
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Session:
     def note_waiting(self, fetches: int) -> None:
         self.connection.pending = fetches
 
-    async def give_nothing(self, fetch: PendingFetch) -> None:
+    async def send_nothing(self, fetch: PendingFetch) -> None:
         await self.say(NO_RECORDS.encode())
 
     async def refuse(self, fetch: PendingFetch, refused: RequestRefused) -> None:
@@ -256,7 +256,7 @@ class Session:
         await self.connection.write(said.encode() + message.line + b"\n")
         self.service.requests.count_sent(message.size)
 
-    async def give(self, fetch: PendingFetch, cursor: Cursor) -> bool:
+    async def send_batch(self, fetch: PendingFetch, cursor: Cursor) -> bool:
         """Answer a fetch with records of this partition. Refuse it, once, if the partition has an error."""
         seen = cursor.partition.signature()
         if seen == cursor.seen or cursor.damage.is_resting:

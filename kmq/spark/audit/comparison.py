@@ -92,15 +92,15 @@ class AuditReader:
                 return block
         except (IndexError, pa.ArrowInvalid):
             pass
-        kept = []
+        found = []
         for number, line in enumerate(lines.data.split(b"\n")[:-1]):
             is_good = not line or record.parse_stored(line) is not None
-            kept.append(line if is_good else b"")
+            found.append(line if is_good else b"")
             if not is_good and not is_second:
                 offset = -1 if is_wal else lines.offset + number
                 self.malformed[place].append(offset)
                 self._evidence.add(EvidenceRow.of_malformed(place, offset, line))
-        return Block(of_bytes(lines.offset, b"\n".join([*kept, b""]), False), topic, is_wal)
+        return Block(of_bytes(lines.offset, b"\n".join([*found, b""]), False), topic, is_wal)
 
 
 def _is_sound(block: Block) -> bool:
@@ -205,13 +205,13 @@ class SeqRanges:
 def target_of_seq(seqs: Numbers, targets: Numbers) -> Callable[[Numbers], Numbers]:
     """Return a function of seqs that returns the target of each; -1 for seqs without a target."""
     order = np.argsort(seqs, kind="stable")
-    known, target = seqs[order], targets[order]
+    ordered, target = seqs[order], targets[order]
 
     def find(wanted: Numbers) -> Numbers:
         found = np.full(len(wanted), -1, np.int64)
-        if len(known):
-            at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-            same = known[at] == wanted
+        if len(ordered):
+            at = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
+            same = ordered[at] == wanted
             found[same] = target[at[same]]
         return found
 

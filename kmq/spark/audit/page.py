@@ -110,11 +110,11 @@ def _by_topic(moments: list[Moment]) -> tuple[list[str], dict[tuple[str, int], i
     for each in moments:
         sums[each.topic] += each.records
     names = sorted(sums, key=lambda name: (-sums[name], name))
-    kept = names if len(names) <= _TOPICS + 1 else names[:_TOPICS]
+    largest = names if len(names) <= _TOPICS + 1 else names[:_TOPICS]
     counts: defaultdict[tuple[str, int], int] = defaultdict(int)
     for each in moments:
-        counts[each.topic if each.topic in kept else _OTHERS, each.time] += each.records
-    return kept if len(kept) == len(names) else [*kept, _OTHERS], counts
+        counts[each.topic if each.topic in largest else _OTHERS, each.time] += each.records
+    return largest if len(largest) == len(names) else [*largest, _OTHERS], counts
 
 
 def throughput(result: AuditResult) -> str:

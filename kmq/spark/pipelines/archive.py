@@ -52,7 +52,7 @@ from kmq.spark.pinned import pinned, utc_date, utc_hour
 from kmq.spark.pipelines import json_columns, payloads
 from kmq.spark.pipelines.archive_task import DIRECT, FORMAT, STAGING, UNSURE, ArchiveJob, source_of
 from kmq.spark.pipelines.options import INFER, NONE, PARQUET, ArchiveOptions, complete, value
-from kmq.spark.pipelines.payloads import decide_schema, infer, keep_schema, parse
+from kmq.spark.pipelines.payloads import decide_schema, infer, parse, write_schema
 from kmq.spark.pipelines.table import ADOPT_S, follow, is_adopted, starting
 from kmq.spark.sink.targets import Destination, Target, addresses, producer
 from kmq.spark.source.brokers import Directory, open_broker
@@ -164,8 +164,8 @@ class LetterWriter:
 
     def _target(self, broker: str) -> Target:
         """Return the broker's address as it is now: a broker that was restarted may have another port."""
-        known = (at for name, at in self._addresses.items() if have_one_address(name, broker))
-        return Target.of(next(known, ""), self._connection)
+        addresses = (at for name, at in self._addresses.items() if have_one_address(name, broker))
+        return Target.of(next(addresses, ""), self._connection)
 
     def send(self, bad: DataFrame, query: str) -> None:
         """Store these records in their dead-letter topics, each once however often this is called."""
@@ -265,17 +265,19 @@ def run(
     `producers`: host:port for lines of each broker, in the order of `where`; default: this directory's broker.
     `connection`: the sink's options for token, TLS and timeout; default: the token of `where`.
     """
-    asked = complete(ArchiveOptions, options)
-    trigger, bad, schema = value(Trigger, asked), asked["bad"], asked["schema"]
+    settings = complete(ArchiveOptions, options)
+    trigger, bad, schema = value(Trigger, settings), settings["bad"], settings["schema"]
     if bad not in BAD:
         raise ConfigError(f"--bad {bad!r}: must be one of {', '.join(BAD)}")
-    function = enriching(asked["enrich_with"])
-    letters = LetterWriter(ReadOptions(where), value(Destination, asked)) if bad == "dlq" and schema != NONE else None
-    with value(TableSpec, asked, to=to, format=format).open(trigger.checkpoint) as table:
+    function = enriching(settings["enrich_with"])
+    letters = (
+        LetterWriter(ReadOptions(where), value(Destination, settings)) if bad == "dlq" and schema != NONE else None
+    )
+    with value(TableSpec, settings, to=to, format=format).open(trigger.checkpoint) as table:
         fields = None if schema == NONE else decide_schema(spark, table, where, schema)
-        batches = _Batches(asked, table, ArchiveRows(asked, fields, function), letters)
+        batches = _Batches(settings, table, ArchiveRows(settings, fields, function), letters)
         batches.check(spark)
-        keep_schema(table, fields)
+        write_schema(table, fields)
         if progress is not None:
             progress.describe(f"archive to {to}")
         done = follow(table, batches.source(spark, where), batches.stage, "archive", trigger)
@@ -286,14 +288,14 @@ class ArchiveRows:
     """The columns of a table's rows, and the conversion of records with the columns READ to such rows."""
 
     def __init__(
-        self, asked: ArchiveOptions, fields: StructType | None, function: Callable[[DataFrame], DataFrame] | None
+        self, options: ArchiveOptions, fields: StructType | None, function: Callable[[DataFrame], DataFrame] | None
     ) -> None:
         """`fields`: of the payloads; None stores payloads as text. `function`: the user's, see `enriching`."""
         self.fields, self.function = fields, function
-        self._enrich_with = asked["enrich_with"]
-        self._keeps_bad = asked["bad"] == "keep"
-        self._keeps_rest = asked["schema"] == INFER if asked["rest"] is None else asked["rest"]
-        self.host, self.pod = here(asked["host"], asked["pod"])
+        self._enrich_with = options["enrich_with"]
+        self._keeps_bad = options["bad"] == "keep"
+        self._keeps_rest = options["schema"] == INFER if options["rest"] is None else options["rest"]
+        self.host, self.pod = here(options["host"], options["pod"])
         self.read = cast(StructType, StructType.fromDDL(READ))
         self.names = payloads.names(fields, self.read.names) if fields else []
         self.before = self._columns()  # passed to the user's function

@@ -150,23 +150,23 @@ def run(
     with records later than `watermark`. fail: raise LateError and add nothing of that batch to a table (a topic has it
     already); drop: count the records in no window, and log that.
     """
-    asked = complete(MetricsOptions, options)
-    trigger, on_late, topic = value(Trigger, asked), asked["on_late"], asked["topic"]
+    settings = complete(MetricsOptions, options)
+    trigger, on_late, topic = value(Trigger, settings), settings["on_late"], settings["topic"]
     check_mode(on_late)
-    _seconds(asked["watermark"], "--watermark")
+    _seconds(settings["watermark"], "--watermark")
     if bool(to) == bool(topic):
         raise ConfigError("give --to or --into, one of them")
     if topic and not trigger.checkpoint:
         raise ConfigError("--into needs --checkpoint: a directory that keeps how far the metrics are")
     rows = spark.readStream.format("kmq").schema(READ).options(**starting(where)).load()
-    measured = measure(rows, asked["window"], asked["watermark"])
+    measured = measure(rows, settings["window"], settings["watermark"])
     if to:
-        spec = value(TableSpec, asked, to=to, format=format, partition_by=PARTITION_BY)
+        spec = value(TableSpec, settings, to=to, format=format, partition_by=PARTITION_BY)
         return _to_table(measured, spec, trigger, on_late)
     streams.check_checkpoint(trigger.checkpoint, "metrics")
     lines = measured.select(F.col("topic").alias("key"), F.to_json(F.struct("*"), IN_UTC).alias("value"))
     stream = lines.writeStream.format("kmq").queryName("metrics").option("checkpointLocation", trigger.checkpoint)
-    target = Target.of(asked["producers"], asked["connection"] or {})
+    target = Target.of(settings["producers"], settings["connection"] or {})
     if len(target.addresses) > 1:
         target.check()
     streams.run(stream.options(**target.options, topic=topic), trigger, on_late)

@@ -77,14 +77,14 @@ def messages(rows: DataFrame, sources: Mapping[str, str] | None = None) -> DataF
     name = F.when(F.length("topic") <= _LONGEST_NAME, F.col("topic")).otherwise(digest)
     producer = F.concat_ws("-", F.lit("mirror"), F.substring(origin, 1, _ID), name, "partition")
     theirs = F.coalesce("headers", F.array().cast(HEADERS))
-    kept = F.filter(theirs, lambda header: ~header["key"].isin(*OWN))
+    others = F.filter(theirs, lambda header: ~header["key"].isin(*OWN))
     added = [(ORIGIN, origin), *((f"mirror_{column}", F.col(column)) for column in ("partition", "offset", "seq"))]
     place = F.array(*(_header(*pair) for pair in added))
     had_id = F.when(F.col("id") != "", F.array(_header("mirror_id", F.col("id")))).otherwise(F.array().cast(HEADERS))
     found = rows.where(~_is_copy()).select(
         unambiguous(F.col("topic"), F.col("key"), F.col("routing_key")).alias("routing_key"),
         *("producer_ts", "value"),
-        F.concat(kept, place, had_id).alias("headers"),
+        F.concat(others, place, had_id).alias("headers"),
         producer.alias("producer"),
         (F.col("offset") + 1).alias("id"),
     )
@@ -131,14 +131,14 @@ def run(
     `target`: the same broker's topics and logs, to compare and to declare. `replay`: see Again in the head.
     `checkpoint`: default kmq-mirror-<to> in this directory.
     """
-    asked = complete(MirrorOptions, options, every=MIRROR_EVERY)
+    settings = complete(MirrorOptions, options, every=MIRROR_EVERY)
     sources = QueryLogs(ReadOptions(where))
     identities = sources.planned(lambda: sources.each(lambda name: sources.brokers[name].identity()))
     if target is not None and target.identity() in identities.values():
         raise ConfigError(f"{target.name} is the source: a broker is not mirrored into itself")
-    lines_to = Target.of(to, asked["connection"] or {}, "--to")
+    lines_to = Target.of(to, settings["connection"] or {}, "--to")
     lines_to.check()
-    sink = _comparing(lines_to, target, asked["replay"])
+    sink = _comparing(lines_to, target, settings["replay"])
     sent = skipped = batches = 0
 
     def copy(batch: DataFrame, batch_id: int) -> None:
@@ -159,7 +159,7 @@ def run(
     if progress:
         progress.describe(f"mirror to {to}")
     here = f"kmq-mirror-{to.rpartition('/')[2].replace(':', '-')}"
-    streams.follow(rows, copy, "mirror", value(Trigger, asked).at(here))
+    streams.follow(rows, copy, "mirror", value(Trigger, settings).at(here))
     return Mirrored(sent, skipped, batches)
 
 

@@ -120,10 +120,10 @@ def infer(sample: DataFrame) -> StructType:
     objects = sample.where(text.rlike(_OBJECT)).select(text.alias("value"))
     inferred = sample.sparkSession.read.options(**_STRICT).json(objects).schema
     fields = StructType([field for field in inferred if field.name != _CORRUPT])
-    known = _storable(fields)
-    if known is None:
+    storable = _storable(fields)
+    if storable is None:
         raise ConfigError("--schema infer: there is no JSON object to infer from; give a schema, or --schema none")
-    return cast(StructType, known)
+    return cast(StructType, storable)
 
 
 def _storable(kind: DataType) -> DataType | None:
@@ -411,24 +411,24 @@ SAMPLE = 10_000  # records that a schema is inferred from
 
 def decide_schema(spark: SparkSession, table: Table, where: Mapping[str, str], schema: str) -> StructType:
     """Return the schema of this table, as decided at its first start: a repeated batch must give the same rows."""
-    path, known = _schema_file(table.state), kept_schema(table.state)
+    path, stored = _schema_file(table.state), read_schema(table.state)
     if schema == INFER:
         with pinned(spark):
-            found = known or infer(_sample(spark, where))
+            found = stored or infer(_sample(spark, where))
     else:
         found = _given(schema)
-    if known not in (None, found):
-        raise ConfigError(f"--schema: {path} has another one for this table: {known.simpleString()}")
+    if stored not in (None, found):
+        raise ConfigError(f"--schema: {path} has another one for this table: {stored.simpleString()}")
     return found
 
 
-def keep_schema(table: Table, fields: StructType | None) -> None:
+def write_schema(table: Table, fields: StructType | None) -> None:
     """Keep the schema for all later starts."""
     if fields is not None and not os.path.exists(_schema_file(table.state)):
         replace_file(_schema_file(table.state), json.dumps(fields.jsonValue(), indent=1).encode())
 
 
-def kept_schema(state: str) -> StructType | None:
+def read_schema(state: str) -> StructType | None:
     """Return the schema of a table's payloads, None before the first start and of payloads as text.
 
     `state`: the directory of the table's state.
@@ -469,8 +469,8 @@ def _sample(spark: SparkSession, where: Mapping[str, str]) -> DataFrame:
     names = sorted({topic for topics in found.values() for topic in topics if logs.options.wants(topic)})
     if not names:
         raise ConfigError("--schema infer: none of these topics exists yet; give a schema, or --schema none")
-    apart = ("subscribe", "assign", "onunreachable")
-    at = {name: text for name, text in where.items() if not name.lower().startswith(apart)}
+    unsampled = ("subscribe", "assign", "onunreachable")
+    at = {name: text for name, text in where.items() if not name.lower().startswith(unsampled)}
     if logs.away:
         at = {name: text for name, text in at.items() if name.lower() != "kmq.bootstrap.servers"}
         at["kmq.bootstrap.servers"] = ",".join(found)

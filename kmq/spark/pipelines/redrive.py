@@ -49,7 +49,7 @@ SCHEMA = ", ".join(
     f"{name} {'binary' if name in _EXACT else kind}"
     for name, kind in (*columns.COLUMNS.items(), (columns.LINE, "binary"))
 )
-_KEPT = ("broker", "log", "number", "offset", "routing_key", "new_key", "line")
+_COLUMNS = ("broker", "log", "number", "offset", "routing_key", "new_key", "line")
 SHOWN = 20  # new keys in a summary
 
 
@@ -228,18 +228,18 @@ def run(
     back so often stay. `producers`: host:port of the target; default: the broker of our settings. `connection`: the
     sink's options for its token, TLS and timeout; None: the token of `where`.
     """
-    asked = complete(RedriveOptions, options)
+    settings = complete(RedriveOptions, options)
     describe = progress.describe if progress is not None else lambda what: None
     pods = RoutedPods(where)
-    is_back = to == redrive.to_sql(redrive.ORIGIN) and not asked["name"]  # dead letters, to where they came from
-    destination = value(Destination, asked)
+    is_back = to == redrive.to_sql(redrive.ORIGIN) and not settings["name"]  # dead letters, to where they came from
+    destination = value(Destination, settings)
     connection = destination.connection_like(pods.options.token)
-    target = None if asked["dry_run"] else Target.of(destination.producers, connection)
-    source = (_dropped if asked["dropped"] else _queue)(spark, where, pods, topic)
-    all_rows = rewritten(source.rows, to, condition).select(*_KEPT)
-    judged = _judged(all_rows, asked["max_replays"], is_back).persist(StorageLevel.MEMORY_AND_DISK)
+    target = None if settings["dry_run"] else Target.of(destination.producers, connection)
+    source = (_dropped if settings["dropped"] else _queue)(spark, where, pods, topic)
+    all_rows = rewritten(source.rows, to, condition).select(*_COLUMNS)
+    judged = _judged(all_rows, settings["max_replays"], is_back).persist(StorageLevel.MEMORY_AND_DISK)
     try:
-        describe(f"looking at {'what was dropped' if asked['dropped'] else topic}")
+        describe(f"looking at {'what was dropped' if settings['dropped'] else topic}")
         chosen = judged.where("stays = ''").drop("stays")
         found = _summary(chosen, to, source)._replace(stayed=judged.where("stays <> ''").count())
         if target is None or not found.records:
@@ -248,9 +248,9 @@ def run(
         describe(f"sending {found.records:,} records")
         place = ("broker", "log", "number")
         rows = chosen.drop("routing_key")
-        parted = rows.repartition(1) if asked["rate"] else rows.repartition(*place)
-        which = None if is_back else (asked["name"], to, condition, topic if asked["dropped"] else "")
-        send = partial(_send, identities=pods.identities(), which=which, target=target, rate=asked["rate"])
+        parted = rows.repartition(1) if settings["rate"] else rows.repartition(*place)
+        which = None if is_back else (settings["name"], to, condition, topic if settings["dropped"] else "")
+        send = partial(_send, identities=pods.identities(), which=which, target=target, rate=settings["rate"])
         sent = map_in_arrow(parted.sortWithinPartitions(*place, "offset"), send, _OUTCOME).collect()
         named = tuple(text for row in sent for text in row.named)[: redrive.MOST_NAMED]
         sums = {name: sum(row[name] for row in sent) for name in ("before", "refused")}

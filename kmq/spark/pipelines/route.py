@@ -165,20 +165,20 @@ class QueueFiles:
             raise ConfigError(f"--to {self.to}: the checkpoint is of other files; begin with a new one")
         self._table = topics.table(self._pod)
         in_order = rows.repartition("topic", "partition").sortWithinPartitions("topic", "partition", "seq")
-        write = partial(_append, to=self.to, known=self._partitions, table=self._table, limits=self._topic_limits())
+        write = partial(_append, to=self.to, ckpt=self._partitions, table=self._table, limits=self._topic_limits())
         states = map_in_arrow(in_order.select("topic", "partition", "seq", "line"), write, _STATES).collect()
         for topic, number, *values, _ in states:
             self._partitions[topic, number] = PartitionState(*values)
             self._seq = max(self._seq, values[1])
-        known = [self._topic(name) for name in sorted({name for name, _ in self._partitions})]
-        if any(topic.is_rerouted for topic in known) and (text := identity.raised_text(self.to, identity.ROUTED)):
+        routed = [self._topic(name) for name in sorted({name for name, _ in self._partitions})]
+        if any(topic.is_rerouted for topic in routed) and (text := identity.raised_text(self.to, identity.ROUTED)):
             replace_file(f"{self.to}/format", f"{text}\n".encode())
         self._write_tomls(sorted({topic for topic, _ in self._partitions}))
-        for topic in known:  # a checkpoint has a row for each partition, also for one without records
+        for topic in routed:  # a checkpoint has a row for each partition, also for one without records
             self._partitions = {
                 (topic.name, number): PartitionState() for number in range(topic.partitions)
             } | self._partitions
-        replace_file(f"{self.to}/router.ckpt", checkpoint.text(self._seq, self._partitions, known))
+        replace_file(f"{self.to}/router.ckpt", checkpoint.text(self._seq, self._partitions, routed))
         return sum(row.records for row in states)
 
     def _topic(self, name: str) -> Topic:
@@ -236,11 +236,11 @@ def _runs(batches: Iterable[pa.RecordBatch]) -> Iterator[_Run]:
 
 
 def _append(
-    batches: Iterable[pa.RecordBatch], to: str, known: checkpoint.Rows, table: Table, limits: Mapping[str, Limits]
+    batches: Iterable[pa.RecordBatch], to: str, ckpt: checkpoint.Rows, table: Table, limits: Mapping[str, Limits]
 ) -> Iterator[pa.RecordBatch]:
     """Append sorted lines to their logs; yield the state of each log when it is on disk."""
     for (topic, number), runs in groupby(_runs(batches), itemgetter(0)):
-        before = known.get((topic, number), EMPTY)
+        before = ckpt.get((topic, number), EMPTY)
         log = _open_log(to, topic, number, before, table, limits)
         for run in runs:
             if run.last_seq > log.state.last_seq:
@@ -257,16 +257,16 @@ def _append(
 
 
 def _open_log(
-    to: str, topic: str, number: int, known: PartitionState, table: Table, limits: Mapping[str, Limits]
+    to: str, topic: str, number: int, ckpt: PartitionState, table: Table, limits: Mapping[str, Limits]
 ) -> PartitionLog:
     """Open a log for appending; cut off what an earlier attempt has left torn."""
     directory = directory_of(to, topic, number)
-    segments, state = segment.survey(directory), PartitionState(*known.values())
-    is_whole = fits(segments, known)
+    segments, state = segment.survey(directory), PartitionState(*ckpt.values())
+    is_whole = fits(segments, ckpt)
     if not is_whole:
-        found = recover(segments, known, WalRange(1, _ANY_SEQ, has_rest=True), known.start)
+        found = recover(segments, ckpt, WalRange(1, _ANY_SEQ, has_rest=True), ckpt.start)
         state = found.state
-        if found.missing or state.end_offset < known.end_offset:
+        if found.missing or state.end_offset < ckpt.end_offset:
             raise CorruptError(f"{directory}: is not what router.ckpt says; remove {to} and begin again")
         for each in found.touched:
             IndexWriter.complete(each.path, each.first, _no_room)
@@ -339,13 +339,13 @@ def run(
 
     `table`: a data directory whose routing table replaces each pod's own; not with `log`.
     """
-    asked = complete(RouteOptions, options)
-    output = value(TableSpec, asked, to=to, format=format, partition_by=PARTITION_BY)
+    settings = complete(RouteOptions, options)
+    output = value(TableSpec, settings, to=to, format=format, partition_by=PARTITION_BY)
     if format not in (LOG, *FORMATS):
         raise ConfigError(f"--as {format!r}: must be one of {', '.join((LOG, *FORMATS))}")
-    if asked["table"] and format == LOG:
+    if settings["table"] and format == LOG:
         raise ConfigError("--table: not with --as log, which is what the pod's own router writes")
-    pods = RoutedPods(where, asked["table"])
+    pods = RoutedPods(where, settings["table"])
     records = 0
 
     def add(batch: DataFrame, batch_id: int) -> None:
@@ -359,7 +359,7 @@ def run(
 
     if format == LOG:
         to = directory_here(to, "--to")
-    given = value(Trigger, asked, every=EVERY)
+    given = value(Trigger, settings, every=EVERY)
     trigger = given.at(f"{os.path.abspath(local_path(to) or to)}/.kmq/checkpoint")
     with QueueFiles(to, pods) if format == LOG else output.open(given.checkpoint) as target:
         if not isinstance(target, QueueFiles):
@@ -368,7 +368,7 @@ def run(
             base.usable("--checkpoint", trigger.checkpoint)
         if progress is not None:
             progress.describe(f"route to {to}")
-        reading = {"subscribe": WAL, "startingOffsets": "earliest", "maxBytesPerTrigger": asked["batch_bytes"]}
+        reading = {"subscribe": WAL, "startingOffsets": "earliest", "maxBytesPerTrigger": settings["batch_bytes"]}
         rows = spark.readStream.format("kmq").schema(SCHEMA).options(**{**where, **reading}).load()
         streams.follow(rows, add, "route", trigger)
     return records

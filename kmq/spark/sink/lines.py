@@ -135,12 +135,12 @@ def numbers(batch: pa.RecordBatch, first_row: int = 0) -> Ints:
 
 def _routing_keys(batch: pa.RecordBatch, topic: str, first_row: int, use_partition: bool) -> list[object]:
     names = batch.schema.names
-    asked = _partitions(batch, first_row) if use_partition else None
+    numbers = _partitions(batch, first_row) if use_partition else None
     if not topic and "routing_key" in names:
         column = _required(batch, "routing_key", first_row)
         _refuse_breaks(column, "routing_key", first_row)
         _check_routing_keys(column, first_row)
-        return [column if asked is None else _with_partitions(batch, column, asked, first_row), b"|"]
+        return [column if numbers is None else _with_partitions(batch, column, numbers, first_row), b"|"]
     if topic:
         head: object = topic.encode()
         no_key: object = b".@" if "." in topic else b""
@@ -149,9 +149,9 @@ def _routing_keys(batch: pa.RecordBatch, topic: str, first_row: int, use_partiti
         _check_topics(head, first_row)
         no_key = pc.if_else(pc.match_substring(head, b"."), b".@", b"")
     mark: object = b".@"
-    if asked is not None:  # a row whose number is null is sent as if there were no such column
-        no_key = pc.if_else(asked.is_valid(), pc.binary_join_element_wise(b".@", _digits(asked), b""), no_key)
-        mark = pc.binary_join_element_wise(b".@", _digits(asked), b"")
+    if numbers is not None:  # a row whose number is null is sent as if there were no such column
+        no_key = pc.if_else(numbers.is_valid(), pc.binary_join_element_wise(b".@", _digits(numbers), b""), no_key)
+        mark = pc.binary_join_element_wise(b".@", _digits(numbers), b"")
     if "key" not in names:
         return [head, no_key, b"|"]
     column = _binary(batch.column("key"))
@@ -176,13 +176,15 @@ def _digits(partitions: pa.Array) -> pa.BinaryArray:
     return partitions.cast(pa.string()).cast(pa.binary()).fill_null(b"")
 
 
-def _with_partitions(batch: pa.RecordBatch, keys: pa.BinaryArray, asked: pa.Array, first_row: int) -> pa.BinaryArray:
+def _with_partitions(batch: pa.RecordBatch, keys: pa.BinaryArray, numbers: pa.Array, first_row: int) -> pa.BinaryArray:
     """Put the requested partitions into the marks of routing keys; without a mark, column topic tells the topic."""
     topics: Iterable[bytes | None] = repeat(None)
     if "topic" in batch.schema.names:
         topics = _binary(batch.column("topic")).to_pylist()
     found: list[bytes] = []
-    for row, (routing_key, number, topic) in enumerate(zip(keys.to_pylist(), asked.to_pylist(), topics, strict=False)):
+    for row, (routing_key, number, topic) in enumerate(
+        zip(keys.to_pylist(), numbers.to_pylist(), topics, strict=False)
+    ):
         mark = record.marked(routing_key) if b".@" in routing_key else None
         if mark is not None:
             topic, key = mark.topic, mark.key

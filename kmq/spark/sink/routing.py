@@ -171,7 +171,7 @@ class Routing:
         name = self.topic(routing_key, seq, broker)
         partitions = self._partitions(name, seq, broker)
         digits, key = self._marked(routing_key, seq, broker, 2), self.key(routing_key, seq, broker)
-        asked = F.when(F.length(digits) > 18, F.lit(NO_PARTITION)).otherwise(
+        marked = F.when(F.length(digits) > 18, F.lit(NO_PARTITION)).otherwise(
             F.least(digits.cast("bigint"), F.lit(NO_PARTITION))
         )
         hashed, run = F.crc32(key), _column(seq)
@@ -179,7 +179,7 @@ class Routing:
             is_murmur2 = self._row(name, broker)[_IS_MURMUR2] == 1
             hashed = F.when(is_murmur2, murmur2(key)).otherwise(hashed)
             run = F.when(is_murmur2, turn(run)).otherwise(run)
-        number = F.when(digits != "", asked).when(key.isNotNull(), hashed).otherwise(run)
+        number = F.when(digits != "", marked).when(key.isNotNull(), hashed).otherwise(run)
         return (number % partitions).cast("int")
 
     def _partitions(self, name: Column, seq: Column | str, broker: Column | str) -> Column:

@@ -169,7 +169,7 @@ class _RecordSearch:
         del self.missing[id]
 
     def add_by_seq(self, lines: bytes) -> None:
-        """Add those of the lines that have a wanted seq and belong to this producer."""
+        """Add the lines that have a wanted seq and belong to this producer."""
         ids = self._ids
         for line in lines.split(b"\n"):
             id = ids.get(line[: line.find(b"|")])  # hot loop: record.seq_of, as it is stored

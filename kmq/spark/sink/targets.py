@@ -129,8 +129,8 @@ class Target(NamedTuple):
         """
         if not producers:
             host, port, token = local_address()[:3]
-            kept = {name: text for name, text in connection.items() if name == "kmq.timeout"}
-            connection, producers = kept | ({"kmq.token": token} if token else {}), f"{_TCP}{host}:{port}"
+            timeout = {name: text for name, text in connection.items() if name == "kmq.timeout"}
+            connection, producers = timeout | ({"kmq.token": token} if token else {}), f"{_TCP}{host}:{port}"
         found = addresses(option, producers, tls_of(connection) is not None)
         if not found or len({address.is_tls for address in found}) > 1:
             raise ConfigError(f"{option} {producers!r}: must be host:port of one broker's lines")
@@ -141,10 +141,12 @@ class Target(NamedTuple):
 
         Raises RetryError if the second is not known because a broker is silent.
         """
-        known = shards(self.addresses, self.access)
-        check_all(self.addresses, self.access, known)
-        if len({known.get(address, "") for address in self.addresses}) > 1 or (len(self.addresses) > 1 and not known):
-            silent = [address for address in self.addresses if address not in known]
+        shard_of = shards(self.addresses, self.access)
+        check_all(self.addresses, self.access, shard_of)
+        if len({shard_of.get(address, "") for address in self.addresses}) > 1 or (
+            len(self.addresses) > 1 and not shard_of
+        ):
+            silent = [address for address in self.addresses if address not in shard_of]
             kind = RetryError if silent else ConfigError
             said = f"; {silent[0]} does not say of which shard it is" if silent else ""
             raise kind(f"{self}: must be the addresses of one shard{said}")
@@ -153,10 +155,10 @@ class Target(NamedTuple):
 # --- permanent faults ------------------------------------------------------------------------------------------------
 
 
-def check_all(asked: Sequence[Address], access: Access, known: Container[Address] = ()) -> None:
-    """Run `check` on all addresses at the same time. `known`: those of a shard, whose hosts may be away."""
+def check_all(addresses: Sequence[Address], access: Access, replicated: Container[Address] = ()) -> None:
+    """Run `check` on all addresses at the same time. `replicated`: those of a shard, whose hosts may be away."""
     with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
-        list(pool.map(lambda address: check(address, access, address in known), dict.fromkeys(asked)))
+        list(pool.map(lambda address: check(address, access, address in replicated), dict.fromkeys(addresses)))
 
 
 def check(address: Address, access: Access, is_host_sure: bool = False) -> None:
@@ -205,7 +207,7 @@ def _speaks_tls(address: Address) -> bool:
     return True
 
 
-def shards(asked: Sequence[Address], access: Access) -> dict[Address, str]:
+def shards(addresses: Sequence[Address], access: Access) -> dict[Address, str]:
     """Return address → lineage for the addresses that belong to a shard, if there are several.
 
     A silent address is known if its shard advertises it at another address.
@@ -213,11 +215,11 @@ def shards(asked: Sequence[Address], access: Access) -> dict[Address, str]:
     found: dict[Address, str] = {}
     doors = ShardDoors()
     with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
-        answers = list(pool.map(lambda address: _shard_at(address, access), asked if len(asked) > 1 else ()))
-    for address, (lineage, advertised) in zip(asked, answers, strict=False):
+        answers = list(pool.map(lambda address: _shard_at(address, access), addresses if len(addresses) > 1 else ()))
+    for address, (lineage, advertised) in zip(addresses, answers, strict=False):
         if lineage and doors.add(lineage, advertised):
             found[address] = lineage
-    for address, (said, _) in zip(asked, answers, strict=False):
+    for address, (said, _) in zip(addresses, answers, strict=False):
         if not said and (lineage := doors.shard_at(address.host, address.port)):
             found[address] = lineage
     return found

@@ -77,12 +77,12 @@ class BatchReader(TaskReader, DataSourceReader):
         start, end = logs.starting(bounds, EARLIEST), logs.ending(bounds)
         self._check_within(start, end, bounds)
         logs.check_complete(bounds)
-        kept = {key: edges for key, edges in bounds.items() if all(_may_hold(each, key) for each in self._conditions)}
-        start, end = ({key: at[key] for key in kept} for at in (start, end))
+        held = {key: edges for key, edges in bounds.items() if all(_may_hold(each, key) for each in self._conditions)}
+        start, end = ({key: at[key] for key in held} for at in (start, end))
         for each in self._conditions:
             self._narrow(each, logs, start, end)
         # Never an empty list: Spark would call read(None). Requested records exist, or `_check_within` has raised.
-        return logs.tasks(plan.ranges(start, {k: max(start[k], e) for k, e in end.items()}, kept, False)) or [
+        return logs.tasks(plan.ranges(start, {k: max(start[k], e) for k, e in end.items()}, held, False)) or [
             InputPartition(None)
         ]
 

@@ -114,10 +114,10 @@ class Directory(Broker):
             for name, each in found.items()
         }
 
-    def bounds(self, asked: Sequence[str]) -> LogBounds:
+    def bounds(self, names: Sequence[str]) -> LogBounds:
         self.identity()  # raises if this is no data directory
         bounds = {}
-        for topic in asked:
+        for topic in names:
             if topic == WAL:
                 self._note_gaps((topic, 0), gaps.of_wal(self.path))
                 bounds[topic, 0] = self._wal_bounds()
@@ -289,10 +289,10 @@ class Remote(Broker):
         return str(found["data_id"]), lambda: self._bounds(found["logs"], wants)
 
     def _logs(self, topics: Sequence[str], **query: str) -> Any:
-        asked = urlencode([*(("topic", name) for name in topics), *query.items()])
+        parameters = urlencode([*(("topic", name) for name in topics), *query.items()])
         # Request all topics if a request line cannot name these.
-        asked = asked if len(asked) < _LONGEST_QUERY else urlencode(query)
-        target = f"/v1/logs?{asked}" if asked else "/v1/logs"
+        parameters = parameters if len(parameters) < _LONGEST_QUERY else urlencode(query)
+        target = f"/v1/logs?{parameters}" if parameters else "/v1/logs"
         return self._get(target, "data_id", "logs", rows=("topic", "partition", "first_offset", "end_offset"))
 
     def _bounds(self, rows: Any, wants: Callable[[str], bool]) -> LogBounds:

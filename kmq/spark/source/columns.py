@@ -138,8 +138,8 @@ class Lines:
         if self.offset >= low and self.next_offset <= high:
             return self
         if by_seq:
-            kept = within(self.data, low, high - 1)
-            return of_bytes(record.seq_of(kept), kept, by_seq) if kept else None
+            inside = within(self.data, low, high - 1)
+            return of_bytes(record.seq_of(inside), inside, by_seq) if inside else None
         first, stop = max(0, low - self.offset), min(len(self.newlines), high - self.offset)
         if first >= stop:
             return None
@@ -170,8 +170,8 @@ def read_lines(log: LogReader, start: int, end: int, nbytes: int = READ_BYTES) -
             return
         found = of_bytes(first, data, log.by_seq)
         offset = found.next_offset
-        if kept := found.within(first, end, log.by_seq):
-            yield kept
+        if inside := found.within(first, end, log.by_seq):
+            yield inside
 
 
 def _final(log: LogReader, offset: int, end: int, nbytes: int) -> Iterator[Lines]:
@@ -181,8 +181,8 @@ def _final(log: LogReader, offset: int, end: int, nbytes: int) -> Iterator[Lines
         counted = _counted(extent, log.by_seq)
         if counted is None:
             return
-        if kept := counted.within(low, end, log.by_seq):
-            yield kept
+        if inside := counted.within(low, end, log.by_seq):
+            yield inside
             low = 0  # keep seqs that are out of order visible
         if len(counted.data) < len(extent.data):
             return
@@ -302,10 +302,10 @@ class Block:
         if len(ends):
             starts[0] = 0
             starts[1:] = ends[:-1] + 1
-        kept = np.flatnonzero(ends > starts)
-        self.places = None if len(kept) == len(ends) else kept  # which lines are records; None: all of them
+        filled = np.flatnonzero(ends > starts)
+        self.places = None if len(filled) == len(ends) else filled  # which lines are records; None: all of them
         if self.places is not None:
-            starts, ends = starts[kept], ends[kept]
+            starts, ends = starts[filled], ends[filled]
         self.count = len(ends)
         # Where the six fields of each line begin and end: one array per field.
         self.starts = [starts, *(found + 1 for found in find_bars(self.bytes, starts, ends))]
@@ -515,12 +515,12 @@ def _is_transport(names: pa.Array) -> Mask:
     return np.asarray(own.to_numpy(zero_copy_only=False), bool)
 
 
-def _only(kept: Mask, offsets: Numbers, names: pa.Array, values: pa.Array) -> tuple[Numbers, pa.Array, pa.Array]:
+def _only(selected: Mask, offsets: Numbers, names: pa.Array, values: pa.Array) -> tuple[Numbers, pa.Array, pa.Array]:
     """Return the headers that are kept, and where those of each record begin among them."""
-    if kept.all():
+    if selected.all():
         return offsets, names, values
-    before = np.concatenate(([0], np.cumsum(kept))).astype(np.int32)
-    mask = pa.array(kept)
+    before = np.concatenate(([0], np.cumsum(selected))).astype(np.int32)
+    mask = pa.array(selected)
     return before[offsets], names.filter(mask), values.filter(mask)
 
 
@@ -528,9 +528,9 @@ def _first_of_each_name(offsets: Numbers, names: pa.Array, values: pa.Array) -> 
     codes = names.dictionary_encode()
     rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     _, first = np.unique(rows * max(1, len(codes.dictionary)) + codes.indices.to_numpy(), return_index=True)
-    kept = np.zeros(len(names), bool)
-    kept[first] = True
-    return _only(kept, offsets, names, values)
+    selected = np.zeros(len(names), bool)
+    selected[first] = True
+    return _only(selected, offsets, names, values)
 
 
 def _text_of(stored: pa.Array) -> pa.Array:

@@ -6,8 +6,7 @@ A query never reads these offsets: its checkpoint says where it resumes. They ar
 the query's lag beside that of other groups (kmq groups describe, /metrics).
 
 Invariant   Only offsets whose batch has finished are committed. A commit never fails or ends a query. A failed commit
-is
-            warned of once; a later commit includes its offsets, because each commits everything that has changed.
+            is warned of once; a later commit includes its offsets, because each commits everything that has changed.
 Members     The query does not join the group. The gateway accepts commits of non-members only while a group has no
             members. Generation 0 marks such a commit, also where callers without a name are a member of their own.
 Time        At most BUDGET_S for one call of `commit`, and no attempt for PAUSE_S after a failure.

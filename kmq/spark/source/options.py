@@ -129,7 +129,7 @@ class ReadOptions:
         if len(set(named)) < len(named):
             raise ConfigError(f"{'path' if self.paths else 'kmq.bootstrap.servers'}: names a broker twice")
         self.tier = self._tier_url()
-        self._topics_asked()
+        self._check_topics()
         self.start = ends.parse(options, "starting", named)
         self.end = ends.parse(options, "ending", named)
         self._ends = self.start, self.end
@@ -212,15 +212,15 @@ class ReadOptions:
         self._brokers = names
         self.start, self.end = (ends.of_brokers(end, names) for end in self._ends)
 
-    def _topics_asked(self) -> None:
-        asked = [name for name in ("subscribe", "subscribePattern", "assign") if name.lower() in self._given]
-        if len(asked) != 1:
-            given = f", not {' and '.join(asked)}" if asked else ""
+    def _check_topics(self) -> None:
+        choices = [name for name in ("subscribe", "subscribePattern", "assign") if name.lower() in self._given]
+        if len(choices) != 1:
+            given = f", not {' and '.join(choices)}" if choices else ""
             raise ConfigError(f"give one of subscribe, subscribePattern, assign{given}")
         self.topics = _list(self._given, "subscribe")
         self.pattern: re.Pattern[str] | None = None
         self.assigned: dict[str, list[int]] = {}
-        if asked == ["subscribePattern"]:
+        if choices == ["subscribePattern"]:
             text = self._given["subscribepattern"]
             if not text:
                 raise ConfigError("subscribePattern='': matches no topic; .* takes them all")
@@ -228,13 +228,13 @@ class ReadOptions:
                 self.pattern = re.compile(text)
             except re.error as err:
                 raise ConfigError(f"subscribePattern={text!r}: {err}") from None
-        if asked == ["assign"]:
+        if choices == ["assign"]:
             self.assigned = _assigned(self._given["assign"])
             self.topics = list(self.assigned)
         for topic in self.topics:
             if not record.is_topic_name(topic):
                 raise ConfigError(
-                    f"{asked[0]}: {topic!r} is no topic name; subscribePattern takes a regular expression"
+                    f"{choices[0]}: {topic!r} is no topic name; subscribePattern takes a regular expression"
                 )
 
     def check_schema(self, names: Collection[str]) -> None:

@@ -291,7 +291,7 @@ def up_to_gaps(start: Offsets, end: Offsets, found: Mapping[Key, Gaps]) -> tuple
 
 
 def cut_up(span: OffsetSpan, at: Iterable[int]) -> list[OffsetSpan]:
-    """Return the range cut at those of the offsets that lie in it."""
+    """Return the range, cut at the offsets that lie in it."""
     edges = [span.start, *(edge for edge in at if span.start < edge < span.end), span.end]
     return [OffsetSpan(span.key, low, high) for low, high in pairwise(edges)]
 
@@ -507,8 +507,8 @@ class Bytes:
         at = max(1, bisect_right(places, offset)) - 1
         if at + 1 < len(places):
             return mark * (at + (offset - places[at]) / (places[at + 1] - places[at]))
-        known = places[at] - places[0]  # after the last place: assume the same density as before it
-        density = mark * at / known if known else _LINE_BYTES
+        measured = places[at] - places[0]  # after the last place: assume the same density as before it
+        density = mark * at / measured if measured else _LINE_BYTES
         return mark * at + density * (offset - places[at])
 
 

@@ -83,8 +83,8 @@ def stamp_before(broker: Broker, topic: str, partition: int, first: int, offset:
         for back in _LOOK_BACK:
             low, last = max(first, offset - back), b""
             for _, lines in broker.read(topic, partition, low, offset) if low < offset else ():
-                kept = lines.rstrip(b"\n")
-                last = kept[kept.rfind(b"\n") + 1 :] or last
+                text = lines.rstrip(b"\n")
+                last = text[text.rfind(b"\n") + 1 :] or last
             if last:
                 return record.stamp(last)
             if low == first:
@@ -182,11 +182,11 @@ class QueryLogs:
         same time.
         """
         there = self.brokers.keys() - self.away.keys()
-        asked = [name for name in (self.brokers if names is None else names) if name in there]
-        if len(asked) < 2 or self.options.paths:
-            return {name: ask(name) for name in asked}
-        with ThreadPoolExecutor(min(AT_A_TIME, len(asked))) as pool:
-            answers = {name: pool.submit(ask, name) for name in asked}
+        present = [name for name in (self.brokers if names is None else names) if name in there]
+        if len(present) < 2 or self.options.paths:
+            return {name: ask(name) for name in present}
+        with ThreadPoolExecutor(min(AT_A_TIME, len(present))) as pool:
+            answers = {name: pool.submit(ask, name) for name in present}
         for answer in answers.values():
             if self.options.holds and isinstance(error := answer.exception(), UnreachableError):
                 self._hold(error)  # hold all that failed at the same time
@@ -378,16 +378,16 @@ class QueryLogs:
     def _refuse(self, topic: str, partition: int = 0) -> None:
         """Raise the error that a topic, or this partition of it, does not exist."""
         where = ", ".join(self.options.brokers)
-        known = {WAL: 1}
+        counts = {WAL: 1}
         for topics in self.each(lambda name: self.brokers[name].topics()).values():
-            known |= {name: max(found.partitions, known.get(name, 0)) for name, found in topics.items()}
-        if topic in known:
-            has = ", ".join(map(str, range(known[topic])))
+            counts |= {name: max(found.partitions, counts.get(name, 0)) for name, found in topics.items()}
+        if topic in counts:
+            has = ", ".join(map(str, range(counts[topic])))
             raise ConfigError(f"assign: there is no partition {partition} of topic {topic!r} at {where}; it has {has}")
         if any(map(scheme, self.options.paths)):
             where += ", which has rows of topics with tier=on, tables, and all others in its WAL: subscribe __append"
         raise ConfigError(
-            f"topic {topic!r} does not exist at {where}{nearest(topic, known)}; subscribePattern takes what there is"
+            f"topic {topic!r} does not exist at {where}{nearest(topic, counts)}; subscribePattern takes what there is"
         )
 
     # --- tasks -------------------------------------------------------------------------------------------------------
@@ -408,13 +408,13 @@ class QueryLogs:
         self, shares: Iterable[Sequence[OffsetSpan]], identities: Mapping[str, str] | None = None
     ) -> list[Task]:
         """`identities`: data ids of the brokers that tasks wait for."""
-        known, made = identities or {}, []
+        ids, tasks = identities or {}, []
         for share in shares:
             name = share[0].key[0]
             broker = self.brokers[name]
             lineage = broker.only(share) if isinstance(broker, Lineage) else None
-            made.append(Task(share, self.options, known.get(name, ""), lineage))
-        return made
+            tasks.append(Task(share, self.options, ids.get(name, ""), lineage))
+        return tasks
 
 
 def _by_broker(keys: Iterable[Key]) -> dict[str, list[tuple[str, int]]]:
@@ -433,12 +433,12 @@ def begun(logs: QueryLogs, read: StreamPosition, bounds: Bounds) -> Offsets:
     A topic that was created again after a deletion is another topic. Raises DataLossError if a topic was deleted
     before all of it was read, or was requested by name. Removes the stamps of a topic that was accepted.
     """
-    known = read.offsets
-    new, lost = bounds.keys() - known.keys(), known.keys() - bounds.keys()
+    before = read.offsets
+    new, lost = bounds.keys() - before.keys(), before.keys() - bounds.keys()
     # Retention keeps the last record of a partition, so this is rare unless the topic was created again.
-    passed = {key for key in known.keys() & bounds.keys() if 0 < known[key] <= bounds[key][0]}
+    passed = {key for key in before.keys() & bounds.keys() if 0 < before[key] <= bounds[key][0]}
     if not new and not lost and not passed:
-        return known
+        return before
     ends: Offsets = {}
     last_seqs: dict[Key, int] = {}
     for name, accounts in logs.each(lambda name: logs.brokers[name].ledger()).items():
@@ -449,21 +449,21 @@ def begun(logs: QueryLogs, read: StreamPosition, bounds: Bounds) -> Offsets:
     back = {
         key
         for key in passed & ends.keys()
-        if known[key] < ends[key] or (key in read.last and read.last[key][0] <= last_seqs[key])
+        if before[key] < ends[key] or (key in read.last and read.last[key][0] <= last_seqs[key])
     }
     for key in sorted((lost & ends.keys()) | back):
-        unread = OffsetSpan(key, known[key], ends[key])
+        unread = OffsetSpan(key, before[key], ends[key])
         if not logs.options.wants(*key[1:]):
             continue
         if logs.options.fail_on_data_loss and (len(unread) or not logs.options.pattern):
-            what = f"the topic was deleted; it was read up to offset {known[key]} of {ends[key]}"
+            what = f"the topic was deleted; it was read up to offset {before[key]} of {ends[key]}"
             raise DataLossError(key, f"{what}; another topic has its name now" if key in back else what)
         if len(unread) and key in lost and key not in logs.skipped:
             logs.skipped.add(key)
             plan.warn_skipped(unread)
     for key in back:  # the new topic is accepted: the stamp is of the old one
         read.last.pop(key, None)
-    return {key: ends[key] for key in new & ends.keys()} | known
+    return {key: ends[key] for key in new & ends.keys()} | before
 
 
 def check_same_records(logs: QueryLogs, read: StreamPosition, bounds: Bounds) -> None:
@@ -473,13 +473,13 @@ def check_same_records(logs: QueryLogs, read: StreamPosition, bounds: Bounds) ->
     `read` back to the first record received after the last one read (earlier records are not new), and reads `bounds`
     again.
     """
-    known: dict[str, dict[Key, Stamp]] = {}
+    stamps_of: dict[str, dict[Key, Stamp]] = {}
     for key, stamp in read.last.items():
-        known.setdefault(key[0], {})[key] = stamp
-    latest = {name: max(of.values(), key=lambda stamp: (stamp[1], stamp[0])) for name, of in known.items()}
+        stamps_of.setdefault(key[0], {})[key] = stamp
+    latest = {name: max(of.values(), key=lambda stamp: (stamp[1], stamp[0])) for name, of in stamps_of.items()}
     found = logs.each(lambda name: wal_has(logs.brokers[name], latest[name]), latest)
     for name, has in found.items():
-        stamps = known[name]
+        stamps = stamps_of[name]
         if has:
             continue
         others = [key for key, stamp in stamps.items() if not _is_same(logs, key, stamp, read, bounds, has)]

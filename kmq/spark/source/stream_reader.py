@@ -102,14 +102,14 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             # another plan follows: with AvailableNow, or after a restart. kmq/spark/streaming/listener.py covers the
             # other cases.
             self._group.commit({key: at for key, at in before.items() if key[0] in identities})
-        known = {key: (0, at) for key, at in before.items() if key[0] not in identities}  # brokers that are away
+        away = {key: (0, at) for key, at in before.items() if key[0] not in identities}  # brokers that are away
         is_new = self._begin_late(position, read, identities, bounds)
-        bounds |= known
+        bounds |= away
         if self._compared != identities or self._there(bounds) != before:
             check_same_records(self._logs, read, bounds)
             self._check_begins(read, bounds)
             self._compared = identities
-        self._ends = {k: max(end, self._ends.get(k, 0)) if k in known else end for k, (_, end) in bounds.items()}
+        self._ends = {k: max(end, self._ends.get(k, 0)) if k in away else end for k, (_, end) in bounds.items()}
         self._latest = plan.to_json(self._ends, read.identities)
         stamps = len(read.last)
         begins = begun(self._logs, read, bounds)
@@ -273,12 +273,12 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
 
         Offsets of one data directory mean nothing in another one.
         """
-        known = {identity: name for name, identity in now.items()}
+        current = {identity: name for name, identity in now.items()}
         names: dict[str, str] = {}
         for broker, identity in position.identities.items():
             at = next((name for name in now if have_one_address(name, broker)), None)
-            if identity in known:
-                names[broker] = known[identity]
+            if identity in current:
+                names[broker] = current[identity]
             elif identity and at is not None and identity in self._logs.brokers[at].ancestors():
                 names[broker] = at  # it was put back and forked: no offset has been given to another record
             elif identity and at is not None:

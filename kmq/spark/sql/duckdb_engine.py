@@ -12,8 +12,7 @@ Invariant   A statement only reads. It is a SELECT (or FROM, VALUES, DESCRIBE, S
 Filters     A range of offsets is skipped if Arrow can prove from its first and last offset (and time, if the filter has
             one) that no record passes. The records of other ranges are filtered one by one.
 Memory      One batch of a scan at a time, about 1 MiB of lines. DuckDB's own memory for sorting, joining and grouping
-is
-            memory_limit; beyond that it uses files in a directory that is removed at the end.
+            is memory_limit; beyond that it uses files in a directory that is removed at the end.
 """
 
 import base64
@@ -222,8 +221,8 @@ class TopicTable(ds.Dataset):  # type: ignore[misc]
         )
 
     def _batches(self, names: list[str], condition: Any) -> Iterator[pa.RecordBatch]:
-        asked = {*names, *re.findall(r"\w+", str(condition))}
-        wanted = names if condition is None else [name for name in _EVERYTHING.names if name in asked]
+        words = {*names, *re.findall(r"\w+", str(condition))}
+        wanted = names if condition is None else [name for name in _EVERYTHING.names if name in words]
         selection = columns.select((name, columns.COLUMNS[name]) for name in wanted)
         try:
             for broker, span in self._ranges(condition):
@@ -275,22 +274,22 @@ def narrowed(broker: Broker, span: OffsetSpan, condition: Any) -> Iterator[Offse
         """Return when the record at an offset was received; None if that is unknown."""
         with suppress(DamageError):
             for _, lines in broker.read(topic, partition, offset, min(offset + 64, span.end)):
-                if kept := lines.lstrip(b"\n"):
-                    return pa.scalar(record.stamp(kept)[1], pa.timestamp("us", "UTC"))
+                if first_lines := lines.lstrip(b"\n"):
+                    return pa.scalar(record.stamp(first_lines)[1], pa.timestamp("us", "UTC"))
         return None
 
     def may_pass(start: int, end: int) -> bool:
-        known = fixed & (ds.field("offset") >= start) & (ds.field("offset") < end)
+        bounds = fixed & (ds.field("offset") >= start) & (ds.field("offset") < end)
         if topic == WAL:
-            known &= (ds.field("seq") >= start) & (ds.field("seq") < end)
+            bounds &= (ds.field("seq") >= start) & (ds.field("seq") < end)
         if has_time:  # recv_ts never goes back
             if (low := time_at(start)) is not None:
-                known &= (ds.field("recv_ts") >= low) & (ds.field("timestamp") >= low)
+                bounds &= (ds.field("recv_ts") >= low) & (ds.field("timestamp") >= low)
             if end < span.end and (high := time_at(end)) is not None:
-                known &= (ds.field("recv_ts") <= high) & (ds.field("timestamp") <= high)
+                bounds &= (ds.field("recv_ts") <= high) & (ds.field("timestamp") <= high)
         # A file of a data set may have statistics of its rows. By them Arrow drops a file without opening it.
         one = ds.FileSystemDataset.from_paths(
-            ["range"], _EVERYTHING.schema, ds.IpcFileFormat(), filesystem=LocalFileSystem(), partitions=[known]
+            ["range"], _EVERYTHING.schema, ds.IpcFileFormat(), filesystem=LocalFileSystem(), partitions=[bounds]
         )
         return any(True for _ in one.get_fragments(filter=condition))
 

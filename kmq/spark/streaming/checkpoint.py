@@ -50,9 +50,9 @@ ADVICE = (
 class LateError(KmqError):
     """Raised when rows arrived later than the watermark, so that they are in no result."""
 
-    def __init__(self, query: str, batch: int, rows: int, kept: str) -> None:
+    def __init__(self, query: str, batch: int, rows: int, effect: str) -> None:
         super().__init__(
-            f"{query}: batch {batch} has records that came later than the watermark ({rows} or more): {kept}; {ADVICE}"
+            f"{query}: batch {batch} has records that came later than the watermark ({rows} or more): {effect}; {ADVICE}"
         )
 
 
@@ -122,7 +122,7 @@ def batch_figures(query: str, progress: Mapping[str, Any]) -> dict[str, Any]:
     without rows.
     """
     gaps = [behind(source.get("latestOffset"), source.get("endOffset")) for source in progress.get("sources", ())]
-    known = [gap for gap in gaps if gap is not None]
+    distances = [gap for gap in gaps if gap is not None]
     rows, nbytes, rate = progress["numInputRows"], None, progress.get("processedRowsPerSecond") or 0
     if (observed := progress.get("observedMetrics", {}).get(RECORDS)) is not None:
         rows, nbytes = observed["rows"] or 0, observed["bytes"] or 0
@@ -134,7 +134,7 @@ def batch_figures(query: str, progress: Mapping[str, Any]) -> dict[str, Any]:
         "bytes": nbytes,
         "rows_per_s": round(rate),
         "ms": progress["batchDuration"],
-        "behind": sum(known) if known else None,
+        "behind": sum(distances) if distances else None,
         "late": dropped(progress) or None,
     }
 

@@ -9,8 +9,7 @@ Invariant   The listener never fails or delays a query: it ignores an error, and
             rates, records that can be read, rows that were dropped, and the process that runs the query.
 Crash       A kill leaves the last status, and releases the lock. Nothing is synced to disk.
 Commits     of queries with option groupId, where the source cannot commit in time: the source commits a batch when
-Spark
-            asks for the next one (kmq/spark/source/group.py). That never happens after `query.stop()` and with
+            Spark asks for the next one (kmq/spark/source/group.py). That never happens after `query.stop()` and with
             Trigger.Once, and happens an hour late with a trigger of an hour. So the listener commits a query that is
             idle for IDLE_S, and a query that has ended: only ends of batches that Spark has reported as finished.
 Memory      The last status of each running query; with a groupId also the end of its last batch.

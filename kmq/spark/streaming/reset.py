@@ -103,8 +103,8 @@ def plan(checkpoint: Checkpoint, to: str, sources: Sources = AS_NAMED, forget: s
             line = json.dumps(wanted)
         lines.append(line)
     if forget and not forgotten:
-        known = ", ".join(name for line in logged.sources for name in identities(line))
-        raise ConfigError(f"--forget {quotation(forget)}: is not in this checkpoint; it has {known}")
+        names = ", ".join(name for line in logged.sources for name in identities(line))
+        raise ConfigError(f"--forget {quotation(forget)}: is not in this checkpoint; it has {names}")
     batch = max([*checkpoint.batches("offsets"), *checkpoint.batches("commits"), _of_table(checkpoint)]) + 1
     if batch - 1 not in checkpoint.batches("offsets"):
         raise ConfigError(
@@ -123,10 +123,10 @@ def _of_table(checkpoint: Checkpoint) -> int:
 
 
 def _source(line: str, to: str, sources: Sources, cwd: str) -> tuple[dict[str, Any], list[OffsetMove]]:
-    known, before = identities(line), positions(line)
+    ids, before = identities(line), positions(line)
     wanted: Offsets = {}
     moves = []
-    for name, identity in known.items():
+    for name, identity in ids.items():
         broker = sources.open(name, identity, cwd)
         topics = sorted({topic for at, topic, _ in before if at == name})
         bounds = {(name, *at): edges for at, edges in broker.bounds(topics).items()}
@@ -136,7 +136,7 @@ def _source(line: str, to: str, sources: Sources, cwd: str) -> tuple[dict[str, A
             first, latest = bounds.get(key, (begun, begun))
             wanted[key] = target.get(key, begun)
             moves.append(OffsetMove(key, begun, wanted[key], first, latest))
-    return to_json(wanted, known), moves
+    return to_json(wanted, ids), moves
 
 
 def _without(line: str, forget: str, sources: Sources, cwd: str, seen: dict[Key, int]) -> tuple[str, list[str]]:
@@ -192,7 +192,7 @@ def _named(to: str, name: str, bounds: dict[Key, tuple[int, int]]) -> Offsets:
     try:
         table = json.loads(to)
         topics = table[name] if name in table else {} if any(map(_is_broker, table.values())) else table
-        asked = {
+        offsets = {
             (name, topic, int(number)): at
             for topic, partitions in topics.items()
             if topic[:2] != "__" or topic == "__append"
@@ -202,15 +202,15 @@ def _named(to: str, name: str, bounds: dict[Key, tuple[int, int]]) -> Offsets:
         raise ConfigError(
             f'--to {quotation(to)}: must be {{"topic": {{"0": 23}}}} or {{"broker": {{"topic": …}}}}: {err}'
         ) from None
-    for key, at in asked.items():
+    for key, at in offsets.items():
         if key not in bounds:
-            known = ", ".join(f"{topic}/{number}" for _, topic, number in sorted(bounds))
-            raise ConfigError(f"--to: unknown partition {key[1]}/{key[2]} at {name}; expected one of {known}")
+            partitions = ", ".join(f"{topic}/{number}" for _, topic, number in sorted(bounds))
+            raise ConfigError(f"--to: unknown partition {key[1]}/{key[2]} at {name}; expected one of {partitions}")
         first, latest = bounds[key]
-        asked[key] = at = {-2: first, -1: latest}.get(at, at)
+        offsets[key] = at = {-2: first, -1: latest}.get(at, at)
         if type(at) is not int or not least(key[1]) <= at <= latest:
             raise ConfigError(f"--to: {key[1]}/{key[2]} at {name} has offsets {first} to {latest}, but not {at}")
-    return asked
+    return offsets
 
 
 def _is_broker(topics: Any) -> bool:

@@ -122,10 +122,10 @@ def _partitions(
 
     `lines`: of the sources in the checkpoint. `last`: the status that the listener wrote.
     """
-    known = {name: identity for line in lines for name, identity in identities(line).items()}
+    ids = {name: identity for line in lines for name, identity in identities(line).items()}
     seen = ends_seen(last) if sources.ask else {}
     found, brokers = [], []
-    for name, identity in known.items():
+    for name, identity in ids.items():
         mine = {key: offset for key, offset in offsets.items() if key[0] == name}
         broker, state, why = None, "up", ""
         bounds: Mapping[tuple[str, int], tuple[int | None, int | None]]

@@ -125,8 +125,8 @@ def _check(query: "StreamingQuery", batches: Any, on_late: str) -> None:
     for batch in batches if on_late == FAIL else ():
         progress = json.loads(batch.json()) if batch is not None else {}
         if missing := dropped(progress):
-            kept = "its other rows were sent already"
-            raise LateError(query.name or "stream", progress["batchId"], missing, kept)
+            effect = "its other rows were sent already"
+            raise LateError(query.name or "stream", progress["batchId"], missing, effect)
 
 
 def check_checkpoint(path: str, name: str) -> None:
@@ -320,7 +320,7 @@ class StopSignals:
         if self.number or self._spark is None:
             _exit(number)
         self.number = number
-        threading.Thread(target=stopping.set).start()  # who was interrupted may hold the lock of the event
+        threading.Thread(target=stopping.set).start()  # the interrupted thread may hold the lock of the event
         # A thread of its own, because a call to the JVM may wait for ever.
         limit = threading.Timer(STOP_S, self._give_up)
         limit.daemon = True

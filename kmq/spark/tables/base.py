@@ -100,13 +100,13 @@ def _names(path: str) -> Sequence[str]:
 
 def partition_by(names: Iterable[str], columns: Sequence[str]) -> None:
     """Raise ConfigError if a name is not a column of the rows, or if the names leave no other column."""
-    known = {column.lower() for column in columns}  # as Spark looks for them
+    lowered = {column.lower() for column in columns}  # as Spark looks for them
     for name in names:
-        if name.lower() not in known:
+        if name.lower() not in lowered:
             near = get_close_matches(name, columns, 1, 0.5)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(columns)}"
             raise ConfigError(f"--partition-by {name!r}: the rows have no such column{hint}")
-    if {name.lower() for name in names} >= known:
+    if {name.lower() for name in names} >= lowered:
         raise ConfigError("--partition-by: names all columns; at least one must be left for the files")
 
 
@@ -153,15 +153,15 @@ class BoundStream:
 
     def bind(self, query: str, batch_id: int) -> None:
         """Bind the table to a stream at its first batch. Raises ConfigError if the table belongs to another stream."""
-        known = self.query
-        if not known and batch_id == 0:
+        bound = self.query
+        if not bound and batch_id == 0:
             if isinstance(self._store, S3):  # there only this note keeps two checkpoints apart
                 if (owner := self._store.owner()) and owner != query:
                     raise ConfigError(f"--to {self._to}: holds rows of another checkpoint; name another --to")
                 self._store.own(query)
             replace_file(f"{self._state}/query", query.encode())
-        elif known != query:
-            why = "holds rows of another checkpoint" if known else "is new, but the checkpoint is not"
+        elif bound != query:
+            why = "holds rows of another checkpoint" if bound else "is new, but the checkpoint is not"
             raise ConfigError(f"--to {self._to}: {why}; give each table a checkpoint of its own")
 
     def offsets(self, batch_id: int) -> Offsets | None:

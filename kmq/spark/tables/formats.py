@@ -170,10 +170,10 @@ class Parquet(Table):
     format = base.PARQUET
 
     def known_columns(self) -> dict[str, str] | None:
-        known = stores.read(f"{self.state}/columns.json")
-        if not known:
+        text = stores.read(f"{self.state}/columns.json")
+        if not text:
             return None
-        found = json.loads(known)
+        found = json.loads(text)
         base.same_partitions(self.path, found["partition_by"], self.partition_by)
         types: dict[str, str] = found["columns"]
         return types

@@ -136,8 +136,8 @@ def _columns_of(sources: Sequence[str]) -> tuple[pa.Schema, dict[bytes, str]]:
         else:
             derived |= {field.name: field for field in from_arrow_schema(schemas[-1], prefer_timestamp_ntz=True)}
     schema = pa.unify_schemas(schemas, promote_options="permissive")
-    known = derived | noted
-    return schema, {_SPARK: StructType([known[name] for name in schema.names]).json()} if noted else {}
+    types = derived | noted
+    return schema, {_SPARK: StructType([types[name] for name in schema.names]).json()} if noted else {}
 
 
 def _of_today(column: pa.Field) -> pa.Field:
