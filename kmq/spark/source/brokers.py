@@ -210,7 +210,8 @@ class Directory(Broker):
 
         def rows_of(low: int, high: int, missing: str) -> LogRows:
             found = log.rows(low, high)
-            for row in found.rows[:1]:
+            first, stop = max(low, found.first_offset), min(high, found.local_offset)
+            if row := next((row for row in found.rows if row.next > first and row.base < stop), None):
                 self._check_tier(topic, partition, row)
             return found
 
