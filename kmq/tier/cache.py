@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 
 from kmq.errors import CorruptError
@@ -111,23 +112,16 @@ class TierCache:
             raise StoreError("the store has no commit of this broker: it is another store, or is not mounted") from None
 
     def _write(self, making: str, row: TierRow) -> None:
-        key = full_key(self._lineage, row.key)
-        pieces = CheckedPieces(self._store.get(key), key, row.size, row.sha256)
-        nbytes = count = 0
-        last = b""
         with open(f"{making}/log", "wb") as file:
-            for lines in objects.unpack(pieces, key):
+            for lines in lines_of(self._store, self._lineage, row):
                 if self.is_closed:
                     raise ClosedError("the gateway stops")
                 file.write(lines)
-                nbytes, count, last = nbytes + len(lines), count + record.count_lines(lines), last_line(lines)
-        if (nbytes, count, zlib.crc32(last)) != (row.nbytes, row.next - row.base, row.last):
-            raise ObjectError(f"{key}: has other records than its commit says")
         writer = IndexWriter(f"{making}/log.idx", give_up)
         fd = os.open(f"{making}/log", os.O_RDONLY | os.O_CLOEXEC)
         try:
             writer.begin()
-            writer.resume(fd, nbytes, row.base)
+            writer.resume(fd, row.nbytes, row.base)
             writer.seal()
         finally:
             os.close(fd)
@@ -168,6 +162,19 @@ class TierCache:
         remove_object(self._root, path)
         self._sizes.pop(path, None)
         self._fetched.pop(path, None)
+
+
+def lines_of(store: Store, lineage: str, row: TierRow) -> Iterator[bytes]:
+    """Yield the lines of a row's object in pieces. Raises ObjectError, at the latest at the end, if it is another one."""
+    key = full_key(lineage, row.key)
+    pieces = CheckedPieces(store.get(key), key, row.size, row.sha256)
+    nbytes = count = 0
+    last = b""
+    for lines in objects.unpack(pieces, key):
+        nbytes, count, last = nbytes + len(lines), count + record.count_lines(lines), last_line(lines)
+        yield lines
+    if (nbytes, count, zlib.crc32(last)) != (row.nbytes, row.next - row.base, row.last):
+        raise ObjectError(f"{key}: has other records than its commit says")
 
 
 def remove_object(root: str, path: str) -> None:

@@ -234,6 +234,9 @@ class PartitionCopier:
     def _is_due(self, which: TieredPartition, segments: list[Segment], begin: int, end: int, now_s: float) -> bool:
         """Return True if the records begin…end-1 fill an object, or a sealed segment with some is due by local limits."""
         *sealed, active = segments
+        whole = [part.size for part, after in pairwise(segments) if begin <= part.first and after.first <= end]
+        if sum(whole) >= self._object_bytes:  # a long backlog is not searched for each of its objects
+            return True
         rest = [part for part, after in pairwise(segments) if after.first > begin]
         if sum(part.size for part in rest) + active.size >= self._object_bytes:
             log = reader.local(self._data, which.topic, which.number)

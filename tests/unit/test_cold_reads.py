@@ -12,7 +12,7 @@ import pytest
 from fake_logger import FakeLogger
 from log_server import up
 from made_up import FIRST_TS
-from tiered import TieredBroker, lines
+from tiered import TieredBroker, cold_broker, lines
 
 from kmq.broker.stats import Incidents, StatsPage, Strangers
 from kmq.config.settings import load
@@ -460,12 +460,12 @@ def test_a_damaged_object_is_gone_at_once_with_its_index(cold, monkeypatch):
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-def run(data, scenario, url, has_settings=False):
-    with up(data, synced=COUNT) as found:
+def run(data, scenario, url, has_settings=False, count=COUNT, most_bytes=1 << 30):
+    with up(data, synced=count) as found:
 
         async def whole():
             partitions, waking = Partitions(data), Waking(Watermark(found.page))
-            cold = ColdReads(data, waking.wake, url, 1 << 30)
+            cold = ColdReads(data, waking.wake, url, most_bytes)
             fetching = Fetching(data, found.page, partitions, waking, cold=cold)
             try:
                 await (scenario(found.settings, fetching) if has_settings else scenario(fetching))
@@ -500,6 +500,29 @@ def test_hot_partitions_are_read_while_a_cold_one_is_fetched_in(tmp_path):
         assert cursors[0].cold is None and fetching.cold.fetched > 1
 
     run(made.data, scenario, f"file://{made.store.root}")
+
+
+def test_fifty_cold_consumers_share_a_cache_of_four_objects(tmp_path):
+    """Each begins elsewhere and reads to the end; none is starved by what others have fetched in."""
+    made = cold_broker(tmp_path, 1200)
+    assert len(made.rows()) > 12
+    largest = max(row.nbytes for row in rows.of(made.directory()).rows)
+
+    async def scenario(fetching):
+        partition = fetching.partitions.open("t", 0)
+
+        async def read(begin):
+            cursor, offset = Cursor(partition, begin), begin
+            while offset < 1200:
+                for at, line in await fetching.fetch([cursor], ALL._replace(wait_s=60.0), values, asyncio.Event()):
+                    assert (at, line + b"\n") == (offset, made.sent[offset])
+                    offset += 1
+
+        async with asyncio.timeout(120):
+            await asyncio.gather(*(read(17 * number) for number in range(50)))
+        assert fetching.cold.nbytes <= 4 * (largest + 1024) and not fetching.cold.waiting
+
+    run(made.data, scenario, f"file://{made.store.root}", count=1200, most_bytes=4 * (largest + 1024))
 
 
 def test_a_store_that_is_away_is_told_from_an_end(cold):
@@ -680,6 +703,26 @@ def test_a_store_that_fails_at_first_is_asked_again(cold, monkeypatch):
     async def scenario(fetching):
         assert (await fetching.run(fetching.partitions.open("t", 0).read, 0, 1))[0] == 0
         assert not failures
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
+def test_an_object_that_came_altered_once_is_fetched_again(cold, monkeypatch):
+    get, altered = DirectoryStore.get, []
+
+    def flip_once(self, key):
+        content = b"".join(get(self, key))
+        if "/topics/" in key and not altered:
+            altered.append(key)
+            content = content[:50] + bytes([content[50] ^ 4]) + content[51:]
+        yield content
+
+    monkeypatch.setattr(DirectoryStore, "get", flip_once)
+    monkeypatch.setattr(cold_module, "_AGAIN_S", 0.01)
+
+    async def scenario(fetching):
+        assert (await fetching.run(fetching.partitions.open("t", 0).read, 0, 1))[0] == 0
+        assert altered
 
     run(cold.data, scenario, f"file://{cold.broker.store.root}")
 

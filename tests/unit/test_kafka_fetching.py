@@ -97,7 +97,6 @@ class Door:
         yield longest
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), self._loop).result(60)  # it has looked once more
         looking.cancel()
-        gc.unfreeze()
 
     def remembered(self):
         """The partitions that are remembered."""

@@ -11,6 +11,7 @@ from tiered import TieredBroker, lines
 
 from kmq.errors import ConfigError
 from kmq.log import dedupe_file, rows, segment, topic_changes
+from kmq.log.reader import LogReader
 from kmq.log.segment import Limits
 from kmq.tier import turn as turn_module
 from kmq.tier.commits import AheadError, decode_state
@@ -120,6 +121,15 @@ def test_segments_that_went_while_a_start_waited_for_room_are_not_counted_twice(
     monkeypatch.setattr(tiering, "set_start", set_start)
     limits = Limits(segment_bytes=SEGMENT, tier="on", retention_bytes=SEGMENT)
     assert tiering.due(at, state, limits, made.now_s, 100) == 0
+
+
+def test_a_long_backlog_is_not_searched_for_each_of_its_objects(made, monkeypatch):
+    """It was: a topic of a terabyte took hours before its first object."""
+    searched, cuts = [], LogReader.cuts
+    monkeypatch.setattr(LogReader, "cuts", lambda *arguments: searched.append(1) or cuts(*arguments))
+    made.send(*lines(2000))
+    made.turn()
+    assert len(made.state.logs["t/0", rows.of(made.directory()).life].rows) > 20 and len(searched) < 5
 
 
 def test_idle_partitions_cost_nothing(made):
@@ -421,13 +431,21 @@ def test_a_full_disk_deletes_what_the_store_has(made):
     made.send(*lines(400))
     made.turn()
     assert made.local()[0] == 0
-    made.lacks_room = True
+    made.shortage = 2 * SEGMENT
+    before = made.local()
+    made.queues.tick()
+    made.queues.settle()
+    assert made.local() == before[2:] and made.begin() == 0, "the oldest ones, and no more than are needed"
+    [said] = made.logger.of("room_from_tier")
+    assert (said["log"], said["segments"]) == ("topics", 2)
+    made.shortage = 1 << 40
     made.tick()
-    assert 0 < made.local()[0] <= made.rows()[-1][1] and made.begin() == 0
+    assert made.local()[-1] <= made.rows()[-1][1] + 40 and made.local()[0] <= made.rows()[-1][1]
 
 
 def lose_the_first_wal_segment(made):
     """Retention has taken the local WAL up to here; the ids of producers are known up to the end."""
+    made.limits = Limits(segment_bytes=SEGMENT, tier="on", retention_bytes=1, local_retention_bytes=3 * SEGMENT)
     made.wal.close()
     last = made.next_seq - 1
     with open(f"{made.data}/producers.ckpt", "wb") as file:

@@ -7,7 +7,8 @@ Invariant   A reader that waits is never told that the log ends before it does, 
             object is requested once, however many readers wait for it. A waiting reader holds no thread, no open file
             and no share of the answers' budget. Hot reads need nothing of this module.
 Store away  The request is repeated while somebody waits; `failure` says why it takes so long.
-Damage      An object that is missing, or not what its row says, is damage of its records: `damage`, for each reader once.
+Damage      An object that is missing, or twice not what its row says, is damage of its records: `damage`, for each reader
+            once.
 Ahead       A reader that has read one object gets the next one before it asks.
 Room        What was fetched in gives way while the disk lacks room, also what lies there when the gateway starts.
 Cost        Two threads, from the first cold read on. At a start the cache, if there is one, is listed once.
@@ -52,7 +53,7 @@ class ColdObject:
     def __init__(self, err: NotHereError) -> None:
         self.err, self.path = err, os.path.dirname(rows.cached_path(err.directory, err.life, err.row))
         self.event = asyncio.Event()
-        self.failure, self.is_given_up = "", False
+        self.failure, self.is_given_up, self.is_in_doubt = "", False, False
         self.damage: DamageError | None = None
         self.wanted_at = time.monotonic()
 
@@ -218,11 +219,12 @@ class ColdReads:
             self._damaged.discard(found.path)
             self._ahead[found.path] = found, time.monotonic()
             found.event.set()
-        elif isinstance(err, ObjectError | MissingError):
+        elif isinstance(err, MissingError) or (isinstance(err, ObjectError) and found.is_in_doubt):
             self._objects.pop(found.path, None)
             found.damage = damage_of(found, err)
             self._note_damage(found, err)
         else:
+            found.is_in_doubt = isinstance(err, ObjectError)  # of what came: the store is asked once more
             self._failed(found, err)
         self._wake(found.err.directory)
 
