@@ -142,7 +142,10 @@ def _said(found: CopySource) -> str:
 
 
 def _time(found: CopySource) -> str:
-    return datetime.fromtimestamp(float(found.state.ts), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    """Return when the last message of the copy was received; without a copy of the WAL, the time of the last commit."""
+    state = found.state
+    ts = state.wal[-1].values["ts"].partition("-")[2] if state.wal else state.ts
+    return datetime.fromtimestamp(float(ts), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _writer() -> str:

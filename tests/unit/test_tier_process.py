@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from waiting import until
 from kmq.broker.stats import TIER, TIER_PROBLEMS, peek
 from kmq.cli.app import app
 from kmq.links.role import FOLLOWING, STARTING, RolePage
-from kmq.log import identity, wal
+from kmq.log import identity, reader, wal
 from kmq.tier.commits import CommitLog
 from kmq.tier.store import DirectoryStore
 
@@ -168,9 +169,11 @@ def test_the_directory_comes_back_by_commands(alone):
     asked = alone.kmq("restore", "--data", again)
     assert asked.exit_code == 69 or "gone for good" in str(asked.exception)
     planned = alone.kmq("restore", "--data", again, "--dry-run")
-    assert planned.exit_code == 0 and "up to seq 200" in planned.stdout and not os.path.exists(again)
+    assert planned.exit_code == 0 and not os.path.exists(again)
+    received = datetime.fromtimestamp(reader.wal(alone.data).stamp_of(200)[1] / 1e6, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert f"up to seq 200, of {received}" in planned.stdout, "when the last message was received"
     done = alone.kmq("restore", "--data", again, "--yes")
-    assert done.exit_code == 0 and "restored up to seq 200" in done.stdout, done.output
+    assert done.exit_code == 0 and f"restored up to seq 200, of {received}" in done.stdout, done.output
     full = alone.kmq("restore", "--data", again, "--yes")
     assert "is not empty" in str(full.exception)
     empty = alone.env | {"KMQ_DATA": str(alone.path / "third")}
