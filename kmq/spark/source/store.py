@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kmq.errors import ConfigError, CorruptError, RetryError, quotation
 from kmq.log import gaps, identity
-from kmq.log.damage import DamageError
+from kmq.log.damage import EXAMINE_COPY, DamageError
 from kmq.log.gaps import Gap, Gaps
 from kmq.log.reader import WAL
 from kmq.log.rows import LogRows, NotHereError, TierRow, full_key
@@ -81,7 +81,7 @@ class StoreReader:
             raise self.damage(row, err) from err
 
     def damage(self, row: TierRow, err: Exception) -> DamageError:
-        return DamageError(f"{self.url}/{row.key}", 0, row.size, row.base, row.next, str(err))
+        return DamageError(f"{self.url}/{row.key}", 0, row.size, row.base, row.next, str(err), EXAMINE_COPY)
 
     def offset_of(self, row: TierRow, target: int, field: int, by_seq: bool = False) -> int | None:
         """Return the offset of the first record of a row whose SEQ or RECV_TS is at least `target`; None without one."""
