@@ -4,7 +4,6 @@ import os
 
 from kmq.errors import CorruptError
 
-
 HEAL = "kmq verify --repair"
 EXAMINE_COPY = "kmq tier verify --deep"  # what is damaged lies in KMQ_TIER
 
