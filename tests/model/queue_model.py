@@ -241,6 +241,11 @@ def is_single(message: Message) -> bool:
     return message.is_alone or (message.state == TAKING and message.number >= ALONE)
 
 
+def is_counted(message: Message) -> bool:
+    """Return whether the row may have a delivery that has not ended, or was not shown."""
+    return message.is_alone or message.state in (TAKING, COUNTED, ACKING, NOTING_COUNT, NOTING_RETURN)
+
+
 def message_of(state: State, offset: int) -> tuple[int, int, int]:
     return state.era, offset, state.identity[offset]
 
@@ -398,17 +403,19 @@ class Model:
     def kill(self, state: State) -> Steps:
         """Kill the gateway: a prefix of what is on its way is on disk."""
         for survivors in range(len(state.pending) + 1):
-            killed, disk = state, reduce(write, state.pending[:survivors], state.disk)
-            for offset, message in enumerate(state.memory or ()):
-                row = row_of(disk, offset)  # counted, and nobody can say how it ended
-                is_counted = message.is_alone or message.state in (TAKING, COUNTED, ACKING, NOTING_COUNT, NOTING_RETURN)
-                if is_counted and row and row.doubt >= ALONE:
-                    killed = blame(killed, offset)
+            disk = reduce(write, state.pending[:survivors], state.disk)
             is_reset = disk.life > state.disk.life and not state.disk.foreign
-            killed = killed._replace(
-                disk=disk, pending=(), memory=None, kills=state.kills + 1, era=state.era + is_reset
-            )
+            killed = self.forget(state._replace(disk=disk, pending=(), era=state.era + is_reset))
+            killed = killed._replace(kills=state.kills + 1)
             yield f"kill gateway, {survivors} of {len(state.pending)} survive", killed
+
+    def forget(self, state: State) -> State:
+        """Forget what is in memory. Nobody can say how the deliveries ended that were counted before they were shown."""
+        for offset, message in enumerate(state.memory or ()):
+            row = row_of(state.disk, offset)
+            if row and row.doubt >= ALONE and is_counted(message):
+                state = blame(state, offset)
+        return state._replace(memory=None)
 
     def begin(self, state: State) -> Steps:
         """Start the gateway; or let a release without queues run for a while."""
@@ -585,8 +592,8 @@ class Model:
             yield f"retention of {low}", move_start(gone if memory[low].state in busy else remember(gone, low, DONE))
         is_idle = not state.pending and not any(m.state in (IN_HAND, TAKING) for m in memory)
         if "reset" in self.events and "reset" not in state.events and is_idle and state.acked:
-            reset = send(state, ("start", 0, 0, state.disk.life + 1))
-            yield "reset", reset._replace(memory=None, events=(*state.events, "reset"))
+            reset = send(self.forget(state), ("start", 0, 0, state.disk.life + 1))
+            yield "reset", reset._replace(events=(*state.events, "reset"))
         if "restore" in self.events and not state.pending:
             if state.snapshot is None and state.end < self.n:
                 yield "snapshot", state._replace(snapshot=(state.disk, state.end))
@@ -597,7 +604,7 @@ class Model:
 
     def restore(self, state: State, disk: Disk, end: int) -> State:
         identity = tuple(known + (offset >= end) for offset, known in enumerate(state.identity))
-        state = state._replace(disk=disk, end=end, identity=identity, memory=None)
+        state = self.forget(state)._replace(disk=disk, end=end, identity=identity)
         return state._replace(answered=frozenset(), events=(*state.events, "restore"))
 
     def run_old_release(self, state: State) -> Steps:
@@ -629,8 +636,7 @@ class Model:
             demand(not is_lost, f"{offset} is done on disk, and nobody did it")
             if row and not row.is_done:
                 message = memory[offset] if memory else Message(DONE)
-                is_open = message.is_alone or message.state in (TAKING, COUNTED, ACKING, NOTING_COUNT, NOTING_RETURN)
-                most = state.blame[offset] + (is_open and row.doubt >= ALONE)
+                most = state.blame[offset] + (is_counted(message) and row.doubt >= ALONE)
                 demand(row.counted <= most, f"{offset} has count {row.counted}, ended badly {most} times")
                 demand(row.counted <= DELIVERIES, f"{offset} has count {row.counted}")
             is_known = not memory or memory[offset].state != DONE or is_done(disk, offset)

@@ -120,8 +120,8 @@ MUTANTS = [
         "one, many kills",
         edited(
             (
-                "disk=disk, pending=(), memory=None, kills",
-                "disk=disk._replace(reach=disk.start), pending=(), memory=None, kills",
+                "self.forget(state._replace(disk=disk, pending",
+                "self.forget(state._replace(disk=disk._replace(reach=disk.start), pending",
             )
         ),
     ),
