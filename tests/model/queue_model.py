@@ -1,6 +1,6 @@
 """The protocol of queues as an executable model: any worker takes the next message, each message is acknowledged alone.
 
-    queue_model.py                  every interleaving of each configuration: 10 minutes of CPU
+    queue_model.py                  every interleaving of each configuration: 4 minutes of CPU
     queue_model.py NAME [NAME …]    of these configurations
     queue_model.py --walks N        N random walks, longer and with more faults than an exploration can have
 
