@@ -87,7 +87,7 @@ bench-kafka: $(STAMP)  ## the Kafka door: librdkafka produces and consumes, besi
 bench-consumers: $(STAMP)  ## consumers in Python, and the consumer port
 	@$(BIN)/python scripts/bench_consumers $(ARGS)
 
-bench-tier: $(STAMP)  ## the copy off the machine: CPU a GB of lines, to a directory and back
+bench-tier: $(STAMP)  ## the tier: CPU of copies and fetches, cold reading, hot traffic beside uploads, idle partitions, a large restore
 	@$(BIN)/python scripts/bench_tier.py $(ARGS)
 
 console-shots: $(STAMP)  ## docs/console.png: the console of a broker with load, by Chromium (ARGS="--all DIR": every page, light, dark, narrow)

@@ -221,7 +221,14 @@ class Durability:
         stage, self._has_more_due = self.stage, False
         if stage.page.rows["router"].state_name in ("starting", "waiting", "recovering"):
             return
-        deleted = self.wal.retain(lambda: checkpoint.wal_is_free_up_to(stage.settings.data), self.clock.now_s())
+        needed_after = partial(checkpoint.wal_is_free_up_to, stage.settings.data)
+        deleted = self.wal.retain(needed_after, self.clock.now_s())
+        if not deleted and stage.settings.tier and (lacking := self.admission.shortage()) > 0:
+            deleted = self.wal.make_room(needed_after, lacking)
+            if deleted:
+                self.admission.recount()
+                nbytes = sum(gone.size for gone in deleted)
+                stage.log.info("room_from_tier", log="append", segments=len(deleted), bytes=nbytes)
         self._has_more_due = len(deleted) == RETIRED_AT_ONCE
         for gone in deleted:
             stage.log.info("segment_deleted", file=gone.path, first_seq=gone.first, bytes=gone.size)

@@ -129,6 +129,9 @@ def run(stage: Stage) -> None:
         check=stage.check,
         lacks_room=lambda: bool(admission.refusal()),
         has_room=admission.has_room,
+        shortage=admission.shortage,
+        recount=admission.recount,
+        has_store=bool(settings.tier),
         now_s=AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s,
         before_topic=partial(wait_for_quota, stage, admission),
     )

@@ -1,11 +1,11 @@
-"""A part of what takes long in each run of `make test`, another part with the next commit, and all of it in `make soak`.
+"""A part of what takes long in a run of `make test` or `make unit`, another part with the next commit, all in `make soak`.
 
     @pytest.mark.sampled(5)                    5 of the 14 cases of this test
     @pytest.mark.sampled(0.5)                  half of them; of a test without cases: it is in every second run
     @pytest.mark.sampled(2, group="trials")    2 of all the cases of this file that name this group
     SAMPLE_SEED=4f2a… pytest tests/…           what a run with this seed had; without SAMPLE_SEED, all
 
-`make test` takes the commit as its seed, so that its lanes and its second look at what failed choose the same, and prints it.
+Both take the commit as their seed, so that lanes and the second look at what failed choose the same, and print it.
 """
 
 import os

@@ -5,6 +5,8 @@ broker.send(*lines)
 broker.turn()              kmq.tier copies, the router installs and deletes
 """
 
+import os
+from itertools import pairwise
 from pathlib import Path
 
 from fake_logger import FakeLogger
@@ -13,9 +15,11 @@ from tier_stores import LyingStore
 
 from kmq.log import gaps, identity, reader, rows, segment, topics, wal
 from kmq.log.gaps import Fork
+from kmq.log.rows import NotHereError
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.router.queues import Queues
+from kmq.tier.cache import TierCache
 from kmq.tier.commits import CommitLog, TierState
 from kmq.tier.turn import Copier, TurnOptions
 
@@ -26,7 +30,7 @@ class TieredBroker:
         self.store = LyingStore(str(path / "store"))
         self.logger = FakeLogger()
         self.now_s = FIRST_TS / 1e6
-        self.lacks_room = False
+        self.shortage = 0  # bytes
         self.next_seq = 1
         self.sent: list[bytes] = []  # stored lines, of all topics
         identity.open_data(self.data)
@@ -42,7 +46,8 @@ class TieredBroker:
             self.logger,
             self.limits,
             now_s=lambda: self.now_s,
-            lacks_room=lambda: self.lacks_room,
+            lacks_room=lambda: self.shortage > 0,
+            shortage=lambda: self.shortage,
         )
         self.queues.recover(self.wal.last_seq)
 
@@ -50,6 +55,16 @@ class TieredBroker:
         """The next turn is that of a new process."""
         options = TurnOptions(self.object_bytes, 0, lambda: wal.last_stored(self.data)[0], limits=lambda: self.limits)
         self.copier = Copier(self.data, self.store, self.logger, options)
+
+    def lose_wal_before(self, seq: int) -> None:
+        """Delete segments of the WAL as its retention does, up to the one that has this seq."""
+        self.wal.close()
+        listed = segment.listing(f"{self.data}/append")
+        for (_, path), (following, _) in pairwise(listed):
+            if following <= seq:
+                os.unlink(path)
+                os.unlink(segment.index_path(path))
+        self.wal = Wal(self.data, no_room, 1 << 20, Limits(segment_bytes=self.limits.segment_bytes))
 
     def stop(self) -> None:
         self.queues.close()
@@ -116,6 +131,23 @@ class TieredBroker:
 
 def lines(count: int, begin: int = 0, size: int = 100, topic: bytes = b"t") -> list[bytes]:
     return [b"%b|1|%d|%b" % (topic, n, b"%d" % n * (size // len(str(n)))) for n in range(begin, begin + count)]
+
+
+def read_all(made: TieredBroker) -> dict[int, bytes]:
+    """Every record of the partition by offset, from the store where it lies there alone."""
+    log, cache = reader.partition(made.data, "t", 0), TierCache(made.data, made.store, 1 << 30)
+    found: dict[int, bytes] = {}
+    offset = log.first_offset
+    while True:
+        try:
+            first, text = log.read(offset)
+        except NotHereError as err:
+            cache.fetch(err.directory, err.life, err.row)
+            continue
+        if not text:
+            return found
+        found |= dict(enumerate(text.splitlines(keepends=True), first))
+        offset = first + text.count(b"\n")
 
 
 def cold_broker(path: Path, count: int = 400, partitions: int = 1, object_bytes: int = 8192) -> TieredBroker:

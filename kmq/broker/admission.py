@@ -6,7 +6,8 @@ Links       Ingress asks refusal() at every turn of its loop. While it names a r
             refused and other producers are not read. Excepted are producers of KMQ itself whose few bytes free room
             (hello.py, reserved=spare). Durability asks must_wait() before each append, because a shell
             may write into the FIFO without asking. The router asks must_wait() before it makes a topic, which takes far
-            more space than its first message. Code that copies a segment asks has_room().
+            more space than its first message. Code that copies a segment asks has_room(). Who deletes what KMQ_TIER has
+            asks shortage(), which begins before refusal() does.
 Owns        nothing; reads the sizes of the files under KMQ_DATA, as `du` does.
 
 Invariant   The bytes under KMQ_DATA never exceed the quota: a group is appended only if both its copies (WAL and queue)
@@ -18,6 +19,7 @@ Mechanism   Usage is a walk over all files, plus an upper bound of the growth si
             of the file system is not used as a measure, because other programs write and delete there too.
 Inodes      A lack of inodes counts as a lack of bytes: messages are refused. File systems without a count (btrfs)
             report 0, which means no limit.
+Shortage    Begins at twice the reserve, so that room is made before any producer pauses.
 Hysteresis  Once refusing, accept again only when free space exceeds the reserve by a quarter.
 Not covered Until the next walk the bound lacks: a queue that is rebuilt, a topic declared with hundreds of partitions,
             what XFS allocates ahead of a growing file, and what other programs write there. So a message that was
@@ -41,6 +43,7 @@ _LONGER = 2  # a stored line takes at most twice its bytes in the FIFO; must_wai
 TOPIC_INODES = 6  # files and directories of a topic with one partition: those listed below
 NEW_TOPIC = 24 * KIB  # two directories, topic.toml, log, index, a long symlink: one block each
 OLD_TOPIC = 8 * KIB  # log and index may take this beyond their bytes: a last block each, provisional index lines
+_NO_LIMIT = -(1 << 62)  # bytes that are lacking
 _OTHERS = 4 * MIB  # the WAL's index, dropped.log, checkpoints (twice while they are replaced)
 _DISK_SHARE, _QUOTA_SHARE = 10, 4  # the reserve is at most this part of the whole: small disks and quotas work too
 _INODES, _INODE_SHARE = 4096, 20  # kept free for segments, checkpoints, new topics; at most this part of all
@@ -154,6 +157,7 @@ class Admission:
         self.disk: os.statvfs_result | None = None  # result of the last look
         self._looked_at = self._counted_at = 0.0
         self._lacks_disk = self._lacks_quota = self._waiting = False
+        self._short_of_disk = self._short_of_quota = _NO_LIMIT
 
     def _use_quota(self) -> None:
         self.quota = self._in_force.settings.data_quota
@@ -169,7 +173,23 @@ class Admission:
             self._counted_at = now
             reserve = min(self.accepted_bytes, self.quota // _QUOTA_SHARE)
             self._lacks_quota = self._quota_lacks(_threshold(reserve, self._lacks_quota), self._lacks_quota)
+            self._short_of_quota = _NO_LIMIT if self._usage is None else -self._quota_left(self._usage, 2 * reserve)
         return "disk_full" if self._lacks_disk else "quota" if self._lacks_quota else ""
+
+    def shortage(self) -> int:
+        """Return how many bytes to free so that messages will not soon be refused; 0 or less: so many may be written.
+
+        A lack of inodes counts as a byte. After a deletion call `recount`.
+        """
+        self.refusal()
+        is_known = self._usage is None or not self._usage.is_walking  # else what was just deleted still counts
+        return max(self._short_of_disk, self._short_of_quota * is_known)
+
+    def recount(self) -> None:
+        """Look again at the disk, and count all files again, because some were deleted."""
+        self._looked_at = 0.0
+        if self._usage is not None:
+            self._usage.begin_walk()
 
     def must_wait(self, nbytes: int) -> bool:
         """Return True if `nbytes` of lines, appended now, might exceed the quota."""
@@ -189,8 +209,12 @@ class Admission:
     def _disk_lacks(self, refusing: bool) -> bool:
         disk = self.disk = os.statvfs(self.data)
         reserve = min(self.accepted_bytes + self._unrouted, disk.f_blocks * disk.f_frsize // _DISK_SHARE)
-        lacks_inodes = disk.f_files > 0 and disk.f_favail < _threshold(_inode_reserve(disk), refusing)
-        return lacks_inodes or disk.f_bavail * disk.f_frsize < _threshold(reserve, refusing)
+        free, inodes = disk.f_bavail * disk.f_frsize, _inode_reserve(disk)
+        self._short_of_disk = 2 * reserve - free
+        if disk.f_files and disk.f_favail < 2 * inodes:
+            self._short_of_disk = max(1, self._short_of_disk)
+        lacks_inodes = disk.f_files > 0 and disk.f_favail < _threshold(inodes, refusing)
+        return lacks_inodes or free < _threshold(reserve, refusing)
 
     def _quota_lacks(self, nbytes: int, refusing: bool) -> bool:
         if self._in_force.changed():  # the fleet's quota
@@ -198,9 +222,11 @@ class Admission:
         usage = self._usage
         if usage is None:
             return False
-        limit = self.quota - self._unrouted - OLD_TOPIC * usage.topics() - nbytes
-        usage.walk_if_due(refusing, limit - usage.bound())
-        return usage.bound() > limit
+        usage.walk_if_due(refusing, self._quota_left(usage, nbytes))
+        return self._quota_left(usage, nbytes) < 0
+
+    def _quota_left(self, usage: Usage, nbytes: int) -> int:
+        return self.quota - self._unrouted - OLD_TOPIC * usage.topics() - nbytes - usage.bound()
 
 
 def spare_inodes(path: str) -> float:

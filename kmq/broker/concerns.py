@@ -124,12 +124,16 @@ CONCERNS = (  # in the order of importance: a cause comes before its consequence
     "tier_ahead",
     "tier_damaged",
     "tier_behind",
+    "tier_reads_fail",
+    "tier_cache_full",
 )
 RESTARTS = 3  # so many restarts in a row, none after a life of RESTARTED_S
 OOM_S = 3600  # an OOM kill is a concern for so long
 SLOW_SYNCS, SLOW_S = 4, 60  # so many of the last 16 syncs were slow, the last of them within this time
 STUCK_S, FULL_S, PAUSE_S = 10, 60, 2  # a ring without room: at once, on the whole, and what ends "on the whole"
 TIER_BEHIND_S = 300  # the age of a record that KMQ_TIER does not have, beyond KMQ_TIER_EVERY
+TIER_DUE_S = 3600  # so long old records may wait on the disk while they are less than half of their local limits
+COLD_S = 60  # a store that was away for a moment answers sooner, and readers have read what they waited for
 SMALL_S = 60  # how long a broker of the shard must be out of the ISR: a restart takes less
 BEHIND_S = 60  # less is a clock that is corrected
 _FREE_SHARE, _FREE_BYTES, _FREE_INODES = 5, 2 * GIB, 20_000  # low: less than this part, but never more than this
@@ -468,17 +472,58 @@ def _tier(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     if row.standing and not row.silence():
         code = f"tier_{TIER_PROBLEMS[row.standing]}"
         why, advice = (text.format(log=log) for text in _TIER[code])
-        yield _warning(code, TIER, why, advice, TIER)
-    behind_s = time.time() - row.oldest if row.oldest else 0.0
+        words = page.note_of(TIER).partition(": ")[2]
+        yield _warning(code, TIER, f"{why}: {words}" if words else why, advice, TIER)
     if row.silence() or row.state_name == "stopped":
         why = f"the process tier {row.silence() or 'has ended'}: nothing is copied to KMQ_TIER"
         yield _warning("tier_behind", TIER, why, f"its last event=failed says why ({log})", TIER)
-    elif behind_s > TIER_BEHIND_S + (settings.tier_every or 0.0):
-        why = f"KMQ_TIER has no record of the last {_duration(behind_s)}: the loss of this disk would lose them"
+    elif whys := [*_tier_lacks(page, settings)]:
+        advice = (
+            f"event=tier_partition_damaged names what cannot be copied ({log}); else the network to the store, or"
+            " KMQ_TIER_RATE, is too slow"
+        )
         if row.failing_since:
-            why += f"; the store has not answered for {_duration(_age_s(row.failing_since))}"
-        advice = f"event=tier_store_away has the words of the store ({log}); copying goes on by itself"
-        yield _warning("tier_behind", TIER, why, advice, TIER)
+            whys.append(f"the store has not answered for {_duration(_age_s(row.failing_since))}")
+            advice = f"event=tier_store_away has the words of the store ({log}); copying goes on by itself"
+        if full_s := page.rows["gateway"].full_in:
+            whys.append(f"at the present rate the disk, or KMQ_DATA_QUOTA, is full in {_duration(full_s)}")
+        yield _warning("tier_behind", TIER, "; ".join(whys), advice, TIER)
+
+
+def _tier_lacks(page: StatsPage, settings: Settings) -> Iterator[str]:
+    """Yield what waits for KMQ_TIER for too long."""
+    row = page.rows[TIER]
+    late_s = TIER_BEHIND_S + (settings.tier_every or 0.0)
+    if row.oldest and (behind_s := time.time() - row.oldest) > late_s:
+        yield f"KMQ_TIER has no record of the last {_duration(behind_s)}: the loss of this disk would lose them"
+    due_s = _age_s(row.due_since) if row.due_since else 0.0
+    is_much = bool(row.local_limit) and row.behind_bytes * 2 > row.local_limit
+    if row.behind_bytes and due_s > (late_s if is_much else TIER_DUE_S):
+        yield f"{row.behind_bytes >> 20:,} MiB of old records have waited on this disk for KMQ_TIER for {_duration(due_s)}"
+
+
+def _cold(page: StatsPage, settings: Settings) -> Iterator[Finding]:
+    row = page.rows["gateway"]
+    if row.silence() or row.state_name == "stopped":
+        return
+    log = log_of("gateway", row.supervisor)
+    if row.tier_damaged:
+        why = f"old records of topics cannot be read, because {row.tier_damaged:,} objects of KMQ_TIER are missing or altered"
+        why += f", the last of them with {page.note_of('gateway')}" if page.note_of("gateway") else ""
+        advice = (
+            f"event=tier_object_damaged names each ({log}); kmq tier verify --deep; find out who deletes in the store"
+        )
+        yield _warning("tier_damaged", "gateway", why, advice, "gateway")
+    if row.tier_failing_since and (since_s := _age_s(row.tier_failing_since)) >= COLD_S:
+        why = f"readers of old records have waited for {_duration(since_s)}: KMQ_TIER does not give what they need"
+        advice = (
+            f"event=tier_read_failed has the words of the store ({log}); they go on by themselves, nothing else waits"
+        )
+        yield _warning("tier_reads_fail", "gateway", why, advice, "gateway")
+    if row.cache_full_since and (since_s := _age_s(row.cache_full_since)) >= COLD_S:
+        why = f"for {_duration(since_s)} readers of old records have waited for room in tier/cache, because others still read"
+        advice = "raise KMQ_TIER_CACHE and start the broker again, or let fewer consumers read old records at once"
+        yield _warning("tier_cache_full", "gateway", why, advice, "gateway")
 
 
 _ROOM = "make room, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
@@ -559,5 +604,6 @@ _JUDGES: tuple[Judge, ...] = (
     _fleet,
     _shard,
     _tier,
+    _cold,
     _trends,
 )

@@ -6,7 +6,8 @@ Layout      3: a line of text that names the data directory, then one row of 64 
             After the rows of five come one histogram of 24 words for each of TIMED (histogram.py), and after these the
             row of the replica; then 8 words for each intake (KMQ_INTAKES), in their order: INTAKE_FIELDS; then 16 words
             for each other broker of a shard, while this one leads: FOLLOWER_FIELDS and the broker's name; then 2 words
-            for each of TRENDS, which the gateway writes. The last row of the page is that of the tier's process.
+            for each of TRENDS, which the gateway writes. The last row of the page is that of the tier's process, after a
+            note of 256 bytes for each of NOTES.
 Owners      Each word of a row is written by its process only, except `clock_trust` (`kmq clock`), `starts`, which
             `kmq up` resets, the words on damage, which `kmq verify` writes too, and the row of a gateway, agent or
             replica that has ended for good, which the supervisor completes. Readers: `kmq status`, the gateway, the
@@ -57,6 +58,8 @@ _STARTS = {name: _TEXT // 8 + at * _ROW for at, name in enumerate(_FRONT)}  # pr
 _HISTOGRAMS = _TEXT // 8 + len(_FRONT) * _ROW
 _STARTS[REPLICA] = _HISTOGRAMS + len(TIMED) * WORDS
 _STARTS[TIER] = _FILE_BYTES // 8 - _ROW  # at the end: TRENDS before it may grow
+NOTES = (TIER, "gateway")  # processes with a note for people beside their words
+_NOTE = 256  # bytes of a note
 _POLL_S = 0.1
 RESTARTED_S = 600  # a process that has lived for so long is not in a loop of restarts; the kubelet counts so, too
 FRESH_S = 2.0  # a process without a heartbeat for longer is stopped, hung or dead
@@ -71,6 +74,10 @@ ADMISSIONS = ("", "disk_full", "quota", "not_enough_replicas")
 ROLES = ("", "waiting", "following", "starting", "leading")  # of a replica
 PROBLEMS = ("", "register_went_back", "register_unreadable")  # of a replica
 TIER_PROBLEMS = ("", "refused", "fenced", "ahead", "damaged")  # why the tier's process copies nothing
+TIER_REQUESTS = (  # call to the store, answer
+    *(("create", "ok"), ("create", "failed"), ("get", "ok"), ("get", "missing"), ("get", "failed")),
+    *(("names", "ok"), ("names", "failed"), ("delete", "ok"), ("delete", "failed")),
+)
 _SHARED = (  # the first words of each row
     "pid",  # as its own container sees it
     "started",  # CLOCK_MONOTONIC, ns
@@ -163,6 +170,10 @@ _OWN: dict[str, tuple[str, ...]] = {  # the words from _OWN_AT on
         "kafka_cached",  # batches sent to consumers as they were produced
         "kafka_rendered",  # batches made from stored lines
         "kafka_misdirected",  # clients that ask for the broker's address and never connect to it
+        "full_in",  # seconds until the disk or the quota is full, at the rate of the last minutes; 0: not known
+        "tier_failing_since",  # CLOCK_MONOTONIC, ns: since when readers wait for an object that the store does not give
+        "cache_full_since",  # CLOCK_MONOTONIC, ns: since when an object waits for room in tier/cache
+        "tier_damaged",  # objects of old records that were missing or altered; the note says which was the last
     ),
     AGENT: (
         "epoch",  # the last message of the Broadcast Queue that was processed
@@ -192,6 +203,14 @@ _OWN: dict[str, tuple[str, ...]] = {  # the words from _OWN_AT on
         "failing_since",  # CLOCK_MONOTONIC, ns: since when the store does not answer; 0: it does
         "commits",  # number of the last commit
         "objects",  # made since its start
+        "behind_bytes",  # of old records that local limits would delete from the disk, and that are not in the store
+        "due_since",  # CLOCK_MONOTONIC, ns: since when there are some without a break; it outlives the process
+        "local_limit",  # bytes: the sum of local_retention_bytes over partitions with tier=on
+        "rows",  # objects in force with old records of partitions
+        "row_bytes",  # bytes of lines in them
+        "orphans",  # objects deleted since its start, because no commit names them
+        "received",  # bytes that came from the store since its start
+        *(f"{call}_{answer}" for call, answer in TIER_REQUESTS),  # requests since its start
     ),
 }
 _FIELDS_2 = (  # the words of each row in layout 2
@@ -243,6 +262,7 @@ _LASTING = (
     *("starts", "clock_offset", "clock_suspect", "clock_trust"),
     *("unclean", "unclean_ends", "damage", "damage_at"),
     *("restart_streak", "oom_kills", "oom_at", "oom_seen"),
+    "due_since",
 )
 _OF_PROCESS = ("pid", "started", "heartbeat", "state", "supervisor")  # in a shard these outlive a role
 
@@ -505,6 +525,20 @@ class StatsPage:
             if name:
                 found.append((name, dict(zip(FOLLOWER_FIELDS, words.tolist(), strict=False))))
         return found
+
+    def write_note(self, process: str, text: str) -> None:
+        """Write the note of one of NOTES; what does not fit is cut. For that process."""
+        content = text.encode()[: _NOTE - 1].decode(errors="ignore").encode()
+        at = self._note_at(process)
+        self._mm[at : at + _NOTE] = content.ljust(_NOTE, b"\0")
+
+    def note_of(self, process: str) -> str:
+        """Return the note of one of NOTES. While it is being written it may be mixed: it is for people."""
+        at = self._note_at(process)
+        return bytes(self._mm[at : at + _NOTE]).partition(b"\0")[0].decode(errors="replace")
+
+    def _note_at(self, process: str) -> int:
+        return 8 * _STARTS[TIER] - _NOTE * (len(NOTES) - NOTES.index(process))
 
     def publish_trend(self, code: str, figure: int = 0, other: int = 0) -> None:
         """Write the figures of one of TRENDS; without figures the trend is not in force. For the gateway."""

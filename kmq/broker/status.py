@@ -245,13 +245,14 @@ def _verdict(page: StatsPage | None, settings: Settings) -> Verdict:
 
 
 def _copy(page: StatsPage) -> dict[str, object] | None:
-    """Return what the process `tier` says of the copy; None without it. A follower of a shard is never behind."""
+    """Return what the process `tier` says of the copy and of topics; None without it. A follower is never behind."""
     row = page.rows[TIER]
     if not row.pid:
         return None
     behind = max(0, page.rows["durability"].seq - row.seq) if row.oldest else 0
     age_s = round(max(0.0, time.time() - row.oldest), 3) if row.oldest else 0.0
-    return {"seq": row.seq, "behind": behind, "age_s": age_s, "problem": TIER_PROBLEMS[row.standing]}
+    copied = {"seq": row.seq, "behind": behind, "age_s": age_s, "problem": TIER_PROBLEMS[row.standing]}
+    return copied | {"objects": row.rows, "bytes": row.row_bytes, "behind_bytes": row.behind_bytes}
 
 
 def _role(row: Row) -> str:

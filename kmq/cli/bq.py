@@ -1,4 +1,4 @@
-"""`kmq bq …`: the Broadcast Queue, which sends every message to all nodes of a cluster."""
+"""`kmq bq …`: the Broadcast Queue, which sends every message to all nodes of a fleet."""
 
 import json
 import os
@@ -182,13 +182,13 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="One JSON docume
             _print_status(queue.place.cluster, found)
 
 
-def _as_json(cluster: str, found: "Status") -> dict[str, object]:
+def _as_json(fleet: str, found: "Status") -> dict[str, object]:
     nodes = [node._asdict() | {"away_since": None if node.holder else node.seen or None} for node in found.nodes]
-    return {"cluster": cluster, "epoch": found.epoch, "publisher": found.publisher, "nodes": nodes}
+    return {"cluster": fleet, "epoch": found.epoch, "publisher": found.publisher, "nodes": nodes}
 
 
-def _print_status(cluster: str, found: "Status") -> None:
-    print(f"cluster {cluster}: epoch {found.epoch:,}, publisher: {found.publisher or 'nobody now'}")
+def _print_status(fleet: str, found: "Status") -> None:
+    print(f"fleet {fleet}: epoch {found.epoch:,}, publisher: {found.publisher or 'nobody now'}")
     if not found.nodes:
         print("no node has subscribed yet; see: kmq bq follow --help")
         return

@@ -17,7 +17,7 @@ import typer
 from kmq.config import terminal
 from kmq.config.settings import load
 from kmq.config.values import parse_duration
-from kmq.errors import ConfigError, pip_install
+from kmq.errors import ConfigError, KmqError, pip_install
 from kmq.spark.pipelines.options import PipelineOption, declared
 
 if TYPE_CHECKING:
@@ -120,10 +120,10 @@ def open_queue() -> "BroadcastQueue":
     return BroadcastQueue()
 
 
-def confirm(what: str, to_do: str, question: str) -> None:
-    """Ask before something is done for good. Raises ConfigError without a terminal, and Abort for a no."""
+def confirm(what: str, to_do: str, question: str, refusal: type[KmqError] = ConfigError) -> None:
+    """Ask before something is done for good. Raises `refusal` without a terminal, and Abort for a no."""
     if not sys.stdin.isatty():
-        raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to {to_do}")
+        raise refusal(f"{what}: there is no terminal to ask on; give --yes to {to_do}")
     typer.confirm(f"{what}. {question}", abort=True)
 
 

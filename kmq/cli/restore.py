@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kmq.cli.output import counting, examples
+from kmq.cli.output import confirm, counting, examples
 from kmq.config.settings import Settings, load
 from kmq.errors import BusyError, ConfigError, CorruptError
 from kmq.log import identity
@@ -36,6 +36,9 @@ def restore(
     drill: Annotated[
         bool, typer.Option("--drill", help="A rehearsal beside the living broker, which goes on and does not notice.")
     ] = False,
+    download: Annotated[
+        bool, typer.Option("--download", help="Also bring old records of topics back to this disk, all or none.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")] = False,
     if_empty: Annotated[
         bool,
@@ -54,7 +57,7 @@ def restore(
     if not url:
         raise ConfigError("give the store with --from, or set KMQ_TIER")
     if if_empty:
-        restore_if_empty(settings, url, yes)
+        restore_if_empty(settings, url, yes, download)
         return
     check_target(settings.data)
     if settle(settings.data):
@@ -69,10 +72,10 @@ def restore(
         return
     if not drill:
         _ask(found, yes)
-    _restore(store, found, settings, drill)
+    _restore(store, found, settings, drill, download)
 
 
-def restore_if_empty(settings: Settings, url: str, yes: bool = False) -> None:
+def restore_if_empty(settings: Settings, url: str, yes: bool = False, downloads: bool = False) -> None:
     """Leave a directory that has an id alone. Make an empty one a data directory, if the store has no copy.
 
     Raises CorruptError with the command to type if the store has a copy; with `yes` it is restored. While the store does
@@ -97,7 +100,7 @@ def restore_if_empty(settings: Settings, url: str, yes: bool = False) -> None:
         identity.open_data(settings.data)
         print(f"{settings.data}: {url} has no copy: a new data directory")
     elif yes:
-        _restore(store, found, settings, is_drill=False)
+        _restore(store, found, settings, downloads=downloads)
     else:
         raise CorruptError(
             f"{settings.data} is empty, and {_said(found)}; bring it back with: kmq restore --yes, or set another prefix in"
@@ -105,15 +108,19 @@ def restore_if_empty(settings: Settings, url: str, yes: bool = False) -> None:
         )
 
 
-def _restore(store: Store, found: CopySource, settings: Settings, is_drill: bool) -> None:
+def _restore(
+    store: Store, found: CopySource, settings: Settings, is_drill: bool = False, downloads: bool = False
+) -> None:
     with counting("restored {task.completed:,.0f} bytes") as progress:
         made = Restore(store, found, settings, Logger("restore"), progress)
-        made.run(is_drill)
+        made.run(is_drill, downloads)
     print(
         f"{settings.data}: restored up to seq {made.last_seq}, of {_time(found)}; its id and lineage are {made.id}"
         + ("; a drill: start it with another KMQ_INSTANCE, and without KMQ_TIER" if is_drill else "")
         + (_OF_SHARD if settings.shard and not is_drill else "")
     )
+    for why in made.left:
+        print(f"not downloaded: {why}; then kmq tier fetch")
 
 
 def _ask(found: CopySource, yes: bool) -> None:
@@ -122,9 +129,7 @@ def _ask(found: CopySource, yes: bool) -> None:
         return
     claim = found.state.claim
     what = f"{claim.writer if claim else 'a broker'} has written the copy {age_s(found.state):.0f} s ago, and would be fenced"
-    if not sys.stdin.isatty():
-        raise BusyError(f"{what}; if it is gone for good, give --yes; to rehearse beside it, --drill")
-    typer.confirm(f"{what}. Is it gone for good?", abort=True)
+    confirm(what, "restore if it is gone for good, or --drill to rehearse beside it", "Is it gone for good?", BusyError)
 
 
 def _said(found: CopySource) -> str:
@@ -150,5 +155,6 @@ def add_to(app: typer.Typer) -> None:
             "kmq restore --from file:///mnt/nfs/kmq --dry-run",
             "kmq restore --from s3://my-bucket/kmq --yes",
             "kmq restore --drill --data /tmp/drill",
+            "kmq restore --drill --download --data /tmp/drill",
         )
     )(restore)

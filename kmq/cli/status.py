@@ -2,7 +2,7 @@
 
 import json
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -74,11 +74,17 @@ def _as_table(found: BrokerStatus) -> "Table":
         "durability": f"framed {found.backlog['framed_messages']:,} msg",
         "router": f"durable {found.backlog['durable_messages']:,} msg",
         REPLICA: found.role,
-        TIER: "" if found.copy is None else f"copied to seq {found.copy['seq']:,}, {found.copy['behind']:,} msg behind",
+        TIER: "" if found.copy is None else _copied(found.copy),
     }
     for stage in found.processes:
         shown.add_row(*_cells(stage), waiting.get(stage.name, ""))
     return shown
+
+
+def _copied(copy: dict[str, Any]) -> str:
+    topics = f"; {copy['bytes'] >> 20:,} MiB of topics, {copy['behind_bytes'] >> 20:,} MiB behind"
+    is_tiered = copy["objects"] or copy["behind_bytes"]
+    return f"copied to seq {copy['seq']:,}, {copy['behind']:,} msg behind" + (topics if is_tiered else "")
 
 
 def _cells(stage: StageStatus) -> list[str]:

@@ -3,12 +3,14 @@
 import json
 import os
 import time
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from kmq.broker.stats import TIER
-from kmq.cli.output import examples, existing_data, is_wanted, print_table, table
+from kmq.cli.output import counting, examples, existing_data, is_wanted, print_table, table
+from kmq.config import terminal
 from kmq.config.settings import Settings, load
 from kmq.errors import EXIT_FAILED, ConfigError
 from kmq.log import identity
@@ -22,6 +24,7 @@ tier_app = typer.Typer(
     help="The copy of the WAL off this machine, in KMQ_TIER; and a data directory that was put back from a copy.",
     epilog=examples("kmq tier status", "kmq tier verify --deep", "kmq tier fork --dry-run"),
 )
+_INSTALL_S, _POLL_S = 60.0, 0.1  # longest wait for the router
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -60,6 +63,10 @@ def status(as_json: _Json = False) -> None:
         "last_seq": state.wal_end - 1,
         "objects": len(state.rows()),
         "bytes": sum(each.number("size") for each in state.rows()),
+        "partitions": len({log.log for log in state.logs.values() if log.rows}),
+        "rows": len(rows := [each for log in state.logs.values() for each in log.rows]),
+        "row_bytes": sum(each.nbytes for each in rows),
+        "behind_bytes": row.behind_bytes if row is not None else 0,
         "age": max(0.0, time.time() - row.oldest) if row is not None and row.oldest else 0.0,
         "problem": words,
     }
@@ -76,8 +83,6 @@ def list_objects(
     topic: Annotated[str, typer.Argument(help="Only those of this topic.")] = "", as_json: _Json = False
 ) -> None:
     """List the objects in force: the WAL, old records of topics, whole tables, small files."""
-    from rich.console import Console
-
     _, _, commits = _open()
     found = [each for each in commits.state.rows() if topic in ("", each.name.rpartition("/")[0])]
     rows = [_shown(commits.lineage, each) for each in found]
@@ -88,7 +93,7 @@ def list_objects(
     made.columns[-1].overflow = "fold"  # a key can be pasted whole
     for row in rows:
         made.add_row(row["what"], row["from"], row["to"], f"{row['bytes']:,}", f"{row['size']:,}", row["key"])
-    Console(soft_wrap=True).print(made)
+    terminal.console().print(made)
 
 
 def _shown(lineage: str, row: CommitLine) -> dict[str, Any]:
@@ -116,6 +121,60 @@ def verify(
     print(f"{len(state.rows())} objects up to seq {state.wal_end - 1}: {faults or 'no'} damaged or missing")
     if faults:
         raise typer.Exit(EXIT_FAILED)
+
+
+@tier_app.command(epilog=examples("kmq tier fetch orders", "kmq tier fetch orders --partition 3"))
+def fetch(
+    topic: Annotated[str, typer.Argument(help="A topic with old records in KMQ_TIER; see kmq tier ls.")],
+    partition: Annotated[int | None, typer.Option("--partition", help="Only this partition.")] = None,
+) -> None:
+    """Make old records of a topic local: they come back to this disk, if there is room for all of them.
+
+    The store keeps them until retention deletes them. The broker may be up or
+    down; if it is down, its next start finishes. A command that was killed is
+    run again, and fetches what is missing.
+    """
+    from kmq.log import topics
+    from kmq.tier import fetch as fetching
+
+    settings = load()
+    data = existing_data()
+    if topic not in topics.names(data):
+        raise topics.unknown(topic, topics.names(data))
+    limits, count = fetching.limits_of(settings, data, topic), topics.read(data, topic).partitions
+    if partition is not None and not 0 <= partition < count:
+        raise ConfigError(f"topic {topic}: has partitions 0 to {count - 1}")
+    numbers = [*range(count)] if partition is None else [partition]
+    planned = [fetching.plan(data, topic, number, limits.segment_bytes) for number in numbers]
+    parts = [part for of_partition in planned for part in of_partition]
+    if parts:
+        if not settings.tier:
+            raise ConfigError("KMQ_TIER is not set: there is no store to fetch from")
+        for of_partition in planned:
+            fetching.check_limits(data, topic, limits, of_partition, time.time())
+        fetching.check_room(settings, sum(part.nbytes for part in parts))
+        with counting("fetched {task.completed:,.0f} bytes") as progress:
+            check = partial(fetching.check_room, settings)
+            fetching.fetch(data, open_store(settings.tier), parts, progress, check)
+    is_installed = _are_installed(settings, topic, numbers)
+    nbytes = sum(part.nbytes for part in parts)
+    print(
+        f"topic {topic}: {nbytes:,} bytes were fetched"
+        + ("" if is_installed else "; the router puts them in place when it is ready, see kmq topics show")
+    )
+
+
+def _are_installed(settings: Settings, topic: str, numbers: list[int]) -> bool:
+    """Wait for the router. Return False if it is not there, or does not come to it."""
+    from kmq.broker.status import collect
+    from kmq.log.fetched import waiting_of
+
+    deadline = time.monotonic() + _INSTALL_S
+    while any(waiting_of(settings.data, topic, number) for number in numbers):
+        if time.monotonic() > deadline or not collect(settings).ready:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 def _fault(store: Store, lineage: str, row: CommitLine, deep: bool) -> str:

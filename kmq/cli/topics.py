@@ -18,7 +18,7 @@ from kmq.config.states import InForce
 from kmq.config.values import FOREVER
 from kmq.errors import BusyError, ConfigError, KmqError
 from kmq.log import gaps, reader, topic_changes, topics
-from kmq.log.bounds import PartitionSize, measure
+from kmq.log.bounds import PartitionSize, measure, tiered_size
 from kmq.log.identity import open_data
 from kmq.log.partition import directory_of, end_offset
 from kmq.log.segment import COMPACT, LIMITS, Limits
@@ -37,6 +37,12 @@ _ENV = {row.attribute: row.env for row in SETTINGS if row.attribute != "tier"} |
 _BYTES = ((" GiB", 1 << 30), (" MiB", 1 << 20), (" KiB", 1 << 10), (" B", 1))
 _AGES = (("d", 86400.0), ("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001))
 _NAME = typer.Argument(help="A topic; see kmq topics list.")
+_TIERED = {  # what KMQ_TIER has of a partition: the names that JSON has here, and those that a gateway has
+    "local_start": "localStartOffset",
+    "tier_end": "tierEndOffset",
+    "tier_objects": "tierObjects",
+    "tier_bytes": "tierBytes",
+}
 _WAL_HINT = "The WAL keeps the messages until its retention deletes them"
 
 
@@ -144,13 +150,21 @@ def list_topics(
     """List topics with their partitions, messages and bytes.
 
     --json: {"topics": [{"topic", "partition", "messages", "bytes",
-    "from_seq"}, …]}, one object per partition. from_seq is null until the
-    router has adopted the declaration.
+    "from_seq", "tier_bytes"}, …]}, one object per partition. from_seq is null
+    until the router has adopted the declaration; bytes are on the disk,
+    tier_bytes in KMQ_TIER.
     """
     rows: list[dict[str, Any]] = [
-        {"topic": name, "partition": number, "messages": messages, "bytes": nbytes, "from_seq": from_seq}
+        {
+            "topic": name,
+            "partition": number,
+            "messages": messages,
+            "bytes": nbytes,
+            "from_seq": from_seq,
+            "tier_bytes": tier_bytes,
+        }
         for name, from_seq, sizes in _sizes(with_own)
-        for number, (messages, nbytes) in enumerate(sizes)
+        for number, (messages, nbytes, tier_bytes) in enumerate(sizes)
     ]
     if as_json:
         print(json.dumps({"topics": rows}))
@@ -158,14 +172,16 @@ def list_topics(
         for row in rows:
             print(pairs(**row | {"from_seq": row["from_seq"] or 0}))
     else:
-        columns = "topic", ">partition", ">messages", ">bytes", ">in force from seq"
+        columns = ["topic", ">partition", ">messages", ">bytes", ">in force from seq", ">in KMQ_TIER"]
+        if not any(row["tier_bytes"] for row in rows):
+            columns.pop()
         for row in rows:
             row["from_seq"] = "pending" if row["from_seq"] is None else str(row["from_seq"])
-        print_table(columns, ([*row.values()] for row in rows))
+        print_table(columns, ([*row.values()][: len(columns)] for row in rows))
 
 
-def _sizes(with_own: bool) -> Iterator[tuple[str, int | None, list[tuple[int, int]]]]:
-    """Yield each topic: its name, since when it is in force, and (messages, bytes) of each partition.
+def _sizes(with_own: bool) -> Iterator[tuple[str, int | None, list[tuple[int, int, int]]]]:
+    """Yield each topic: its name, since when it is in force, and (messages, bytes, bytes in KMQ_TIER) of each partition.
 
     A gateway is asked for each topic: only such a request returns sizes.
     """
@@ -177,13 +193,16 @@ def _sizes(with_own: bool) -> Iterator[tuple[str, int | None, list[tuple[int, in
         return
     for row in ask("GET", f"/api/topics?internal={str(with_own).lower()}"):
         topic = _ask_topic("GET", row["name"])
-        yield topic["name"], topic["fromSeq"], [(_counted(log, 0), log["bytes"]) for log in topic["partitions"]]
+        sizes = [(_counted(log, 0), log["bytes"], log.get("tierBytes", 0)) for log in topic["partitions"]]
+        yield topic["name"], topic["fromSeq"], sizes
 
 
-def _written(data: str, name: str, partition: int) -> tuple[int, int]:
-    """Return (messages that a partition ever got, bytes that it has)."""
+def _written(data: str, name: str, partition: int) -> tuple[int, int, int]:
+    """Return (messages that a partition ever got, bytes that it has, and bytes in KMQ_TIER)."""
     end, size = end_offset(data, name, partition)
-    return end - gaps.count(gaps.read(directory_of(data, name, partition)), 0, end), size
+    directory = directory_of(data, name, partition)
+    tier = tiered_size(directory, 0)
+    return end - gaps.count(gaps.read(directory), 0, end), size, tier.nbytes if tier else 0
 
 
 def _counted(log: dict[str, Any], first: int) -> int:
@@ -348,6 +367,7 @@ def show(
         from_seq, columns, last = found["from_seq"], ["limit", "value", "from"], ">last offset"
         limits = [[limit, _text(limit, row["value"]), row["from"]] for limit, row in found["limits"].items()]
         logs = [(row["messages"], row["bytes"], row["first_offset"], row["last_offset"]) for row in found["logs"]]
+        tiered = [[row[name] for name in _TIERED] for row in found["logs"]]
     else:  # a gateway returns every limit in force, but not where it comes from
         found = _ask_topic("GET", name)
         from_seq, columns, last = found["fromSeq"], ["limit", "value"], ">end offset"
@@ -360,6 +380,7 @@ def show(
             (_counted(row, row["startOffset"]), row["bytes"], row["startOffset"], row["endOffset"])
             for row in found["partitions"]
         ]
+        tiered = [[row.get(name) for name in _TIERED.values()] for row in found["partitions"]]
     if as_json:
         print(json.dumps(found))
         return
@@ -367,6 +388,9 @@ def show(
     print(f"topic {name}: {len(logs)} partition(s), {since}")
     print_table(columns, limits)
     print_table(("partition", ">messages", ">bytes", ">first offset", last), ((n, *row) for n, row in enumerate(logs)))
+    if rows := [(number, *row) for number, row in enumerate(tiered) if row[0] is not None]:
+        columns = ["partition", ">first on disk", ">end in KMQ_TIER", ">objects there", ">bytes there"]
+        print_table(columns, rows)
 
 
 def describe(settings: Settings, name: str) -> dict[str, Any]:
@@ -391,6 +415,7 @@ def describe(settings: Settings, name: str) -> dict[str, Any]:
             "bytes": size.nbytes,
             "first_offset": size.first_offset,
             "last_offset": gaps.before(size.gaps, size.end_offset) - 1 if size.messages else None,
+            **dict(zip(_TIERED, size.tier or (None, None, 0, 0), strict=True)),
         }
         for size in measure(settings.data, name, declared.partitions)
     ]

@@ -1,4 +1,4 @@
-"""The keys of a cluster, and the presence of a process in Consul: a check that needs heartbeats, a session, its locks.
+"""The keys of a fleet, and the presence of a process in Consul: a check that needs heartbeats, a session, its locks.
 
 Example: `Keys("dev").epoch` is `kmq/dev/epoch`. A Presence that misses its heartbeats loses `kmq/dev/coordinator`.
 

@@ -1,4 +1,4 @@
-"""`kmq.BroadcastQueue` and `kmq.AsyncBroadcastQueue`: publish to every node of a cluster, and receive what others publish.
+"""`kmq.BroadcastQueue` and `kmq.AsyncBroadcastQueue`: publish to every node of a fleet, and receive what others publish.
 
     with kmq.BroadcastQueue() as queue:                    # where: KMQ_CONSUL, KMQ_CLUSTER, KMQ_BROKER
         epoch = queue.publish("greeting", b"hello")

@@ -288,7 +288,7 @@ class Settings:
         "maximum bytes that the compaction in the background reads and writes in a second; or none",
     )
     cluster: str = _setting(
-        "KMQ_CLUSTER", "", kind.instance, "name of the cluster that this broker belongs to; without it: none"
+        "KMQ_CLUSTER", "", kind.instance, "name of the fleet that this broker belongs to; without it: none"
     )
     broker: str = _setting(
         "KMQ_BROKER", "", kind.instance, "name of this broker in its cluster; default: the host name"

@@ -85,6 +85,7 @@ class Gateway:
         self.generation = 0  # of the role in which it serves
         self.incidents = Incidents(self._warn)
         self.page, self.row = page, page.rows["gateway"]
+        self.page.write_note("gateway", "")
         self.strangers = Strangers(self.row, self.incidents)
         self.core = Core(settings, page, log, self.strangers, lambda: self.role is not None and self.role.is_unsure)
         self.broker = self.core.broker
@@ -102,7 +103,7 @@ class Gateway:
         self.admin = GroupAdmin(self.groups, self.core.partitions, self.core.fetching)
         self.trends = Trends(page, settings)
         self.stalled = StalledGroups(page, self.groups, self.admin, settings.group_stalled, log)
-        self.requests = Requests(self.admin.lags)
+        self.requests = Requests(self.admin.lags, self.core.cold)
         self.consumers = Consumers(
             settings,
             self.core.waking,
@@ -331,6 +332,7 @@ class Gateway:
             self.calls.sweep()
             await self.core.answers.tidy()
             self.row.connections = self.doors.connections
+            self.core.cold.publish(self.page)
             if self.kafka is not None:
                 self.requests.kafka_connections.set(self.kafka.connections)
                 self.kafka.publish(self.row)

@@ -12,13 +12,29 @@ from typing import Any, NamedTuple
 
 from kmq.files import Signature, is_settled, signature, signatures
 from kmq.log import gaps, reader, rows, segment, topics
+from kmq.log.damage import DamageError
 from kmq.log.gaps import Gaps
 from kmq.log.partition import directory_of
 from kmq.log.topics import Declaration
 
 
+class TieredSize(NamedTuple):
+    """What KMQ_TIER has of a partition: `rows` with `nbytes` of lines, which end at offset `end`.
+
+    `local_start`: the first offset on this disk.
+    """
+
+    local_start: int
+    end: int
+    rows: int
+    nbytes: int
+
+
 class PartitionSize(NamedTuple):
-    """One partition: its first offset, the offset of its next record, and what is on disk."""
+    """One partition: its first offset, the offset of its next record, and what is on disk.
+
+    `tier`: None where no record was ever copied there.
+    """
 
     partition: int
     first_offset: int
@@ -26,6 +42,7 @@ class PartitionSize(NamedTuple):
     nbytes: int
     segments: int
     gaps: Gaps = ()
+    tier: TieredSize | None = None
 
     @property
     def messages(self) -> int:
@@ -41,8 +58,20 @@ def measure(data: str, topic: str, partitions: int) -> list[PartitionSize]:
         first = min(log.first_offset, end)
         found = segment.survey(log.directory)
         size = sum(part.size for part in found)
-        sizes.append(PartitionSize(number, first, end, size, len(found), log.gaps()))
+        tier = tiered_size(log.directory, found[0].first if found else end)
+        sizes.append(PartitionSize(number, first, end, size, len(found), log.gaps(), tier))
     return sizes
+
+
+def tiered_size(directory: str, local_start: int) -> TieredSize | None:
+    """Return what KMQ_TIER has of a partition; None without any. `local_start`: its first offset on this disk."""
+    try:
+        found = rows.of(directory)
+    except DamageError:  # it is laid out again within a minute
+        return None
+    if found.end is None:
+        return None
+    return TieredSize(local_start, found.end, len(found.rows), sum(row.nbytes for row in found.rows))
 
 
 # --- cached ----------------------------------------------------------------------------------------------------------

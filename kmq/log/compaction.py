@@ -46,6 +46,7 @@ from kmq.log.index import IndexWriter
 from kmq.log.partition import directory_of
 from kmq.log.segment_reader import SegmentReader
 
+COMPACTED = ".compacted"  # below topics/
 _MAKING = ".new-"
 _POLL_S = 0.05
 _SYNC_BYTES = 4 << 20  # written between two syncs: one sync of a large file would delay the WAL's
@@ -71,13 +72,13 @@ class Sealed:
     def path(self, data: str) -> str:
         return f"{directory_of(data, self.topic, self.partition)}/{segment.name(self.first)}"
 
-    def outbox_path(self, data: str) -> str:
-        return f"{outbox(data)}/{self}"
+    def outbox_path(self, data: str, box: str = COMPACTED) -> str:
+        return f"{outbox(data, box)}/{self}"
 
 
-def outbox(data: str) -> str:
-    """Return the directory in which compacted segments wait for the router."""
-    return f"{data}/topics/.compacted"
+def outbox(data: str, box: str = COMPACTED) -> str:
+    """Return the directory in which compacted segments wait for the router, or those of another `box`."""
+    return f"{data}/topics/{box}"
 
 
 def synced_ends(data: str) -> dict[tuple[str, int], int]:
@@ -100,23 +101,29 @@ def sealed(data: str, topic: str, partition: int, end: int) -> list[Sealed]:
 # --- the compactor's side --------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def compactor(data: str, waits: bool = False) -> Iterator[str]:
+def compactor(data: str, waits: bool = False) -> contextlib.AbstractContextManager[str]:
     """Become the only compactor of a data directory, and yield the directory for `lay_out`.
 
     `waits`: until another compactor has ended; else raises BusyError. Unfinished files of a dead compactor are removed.
     """
-    make_directory(outbox(data))
-    lock = _lock(data)
-    while not lock.try_acquire(describe("compact", data)):
+    return box_writer(data, COMPACTED, "compaction", waits)
+
+
+@contextlib.contextmanager
+def box_writer(data: str, box: str, role: str, waits: bool = False) -> Iterator[str]:
+    """Become the only writer of a box, in which segments wait for the router, and yield a directory to make them in."""
+    place = outbox(data, box)
+    make_directory(place)
+    lock = _lock(data, box)
+    while not lock.try_acquire(describe(role, data)):
         if not waits:
-            raise BusyError(f"{data}: compaction is held by {lock.holder() or 'another process'}")
+            raise BusyError(f"{data}: {role} is held by {lock.holder() or 'another process'}")
         time.sleep(_POLL_S)
-    making = f"{outbox(data)}/{_MAKING}{os.urandom(8).hex()}"
+    making = f"{place}/{_MAKING}{os.urandom(8).hex()}"
     try:
-        for name in os.listdir(outbox(data)):
+        for name in os.listdir(place):
             if name.startswith(_MAKING):
-                shutil.rmtree(f"{outbox(data)}/{name}", ignore_errors=True)
+                shutil.rmtree(f"{place}/{name}", ignore_errors=True)
         os.mkdir(making)
         yield making
     finally:
@@ -124,8 +131,8 @@ def compactor(data: str, waits: bool = False) -> Iterator[str]:
         lock.release()
 
 
-def _lock(data: str) -> FileLock:
-    return FileLock(f"{outbox(data)}/.owner")
+def _lock(data: str, box: str = COMPACTED) -> FileLock:
+    return FileLock(f"{outbox(data, box)}/.owner")
 
 
 def is_at_work(data: str) -> bool:
@@ -154,15 +161,20 @@ def lay_out(
             index.seal()
         finally:
             os.close(fd)
-        for name in ("log", "idx"):
-            with open(f"{making}/{name}", "rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(making)
-        os.rename(making, which.outbox_path(data))
-        sync_directory(outbox(data))
+        hand_over(data, which, making)
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return saved
+
+
+def hand_over(data: str, which: Sealed, making: str, box: str = COMPACTED) -> None:
+    """Let the router see a segment that is complete in the directory `making`."""
+    for name in ("log", "idx"):
+        with open(f"{making}/{name}", "rb") as file:
+            os.fsync(file.fileno())
+    sync_directory(making)
+    os.rename(making, which.outbox_path(data, box))
+    sync_directory(outbox(data, box))
 
 
 def _write(old: SegmentReader, path: str, which: Sealed, removed: Iterable[int], pace: Callable[[int], None]) -> None:
@@ -196,10 +208,10 @@ def _no_room(path: str) -> None:
 # --- the router's side ------------------------------------------------------------------------------------------------
 
 
-def waiting(data: str) -> list[Sealed]:
+def waiting(data: str, box: str = COMPACTED) -> list[Sealed]:
     """Return the segments that are laid out, by topic, partition and first record."""
     try:
-        names = [match for name in os.listdir(outbox(data)) if (match := _PLACE.fullmatch(name))]
+        names = [match for name in os.listdir(outbox(data, box)) if (match := _PLACE.fullmatch(name))]
     except FileNotFoundError:
         return []
     found = [Sealed(name[1], int(name[2]), int(name[3]), int(name[4])) for name in names]
@@ -223,10 +235,10 @@ def install(data: str, which: Sealed) -> int:
     return os.path.getsize(log)
 
 
-def discard(data: str, which: Sealed) -> None:
-    """Remove a compacted segment whose original has changed or is gone."""
-    hidden = f"{outbox(data)}/{_MAKING}{which}-discarded"
+def discard(data: str, which: Sealed, box: str = COMPACTED) -> None:
+    """Remove a segment that waits and no longer fits, such as a compacted one whose original has changed or is gone."""
+    hidden = f"{outbox(data, box)}/{_MAKING}{which}-discarded"
     os.rename(
-        which.outbox_path(data), hidden
+        which.outbox_path(data, box), hidden
     )  # in one step, because a half-removed directory looks like a swap to resume
     shutil.rmtree(hidden, ignore_errors=True)

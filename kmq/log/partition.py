@@ -73,7 +73,7 @@ class PartitionState:
         return gone
 
     def prepend(self, copy: Segment) -> None:
-        """Count `copy` as the first sealed segment: it holds a copy of the end of the last retired one (remnant.py)."""
+        """Count `copy` as the first sealed segment: the end of the last retired one (remnant.py), or what was fetched."""
         self.sealed = [copy, *self.sealed]
         self.size, self.start = self.size + copy.size, copy.first
 

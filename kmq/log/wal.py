@@ -43,10 +43,11 @@ from kmq.files import (
     find_tail,
     give_up,
     point_symlink,
+    replace_file,
     sync_directory,
     with_room,
 )
-from kmq.log import dropped, lost_index, reader, remnant, segment, topics
+from kmq.log import dropped, identity, lost_index, reader, remnant, segment, topics
 from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment, is_stored
@@ -57,6 +58,7 @@ Stored = tuple[Buffer, int, int, int]
 _READ_BYTES = 1 << 20
 RING_BYTES = 4 * MIB  # default of RB_BYTES
 RETIRED_AT_ONCE = 8  # segments that are deleted between two commits: some milliseconds, on a busy disk some ten
+COPIED = "tier/wal"  # below the data directory: up to which seq KMQ_TIER has the WAL, and of which lineage
 _LAX_BYTES = 64 << 20  # without a sync per commit: how far back from the end a power cut may have left NULs
 
 
@@ -324,6 +326,21 @@ class Wal:
         del sealed[: len(gone)]
         return [*gone, last] if last and self._shrink_to_record(last) else gone
 
+    def make_room(self, needed_after: Callable[[], int], nbytes: int) -> list[Segment]:
+        """Delete the oldest sealed segments that KMQ_TIER has, about `nbytes`, and return them. For a disk short of room.
+
+        At most RETIRED_AT_ONCE. What is needed after `needed_after()` stays, and the last record of the log.
+        """
+        free = min(copied_seq(self.data), needed_after())
+        most, gone = min(RETIRED_AT_ONCE, len(self._sealed) - (not self._file.size)), 0
+        ends = [*(each.first for each in self._sealed[1:]), self._first]
+        while gone < most and ends[gone] <= free + 1 and nbytes > 0:
+            nbytes, gone = nbytes - self._sealed[gone].size, gone + 1
+        found = self._sealed[:gone]
+        segment.remove(found)
+        del self._sealed[:gone]
+        return found
+
     def _shrink_to_record(self, last: Segment) -> bool:
         """Replace the only segment with records by its last record; return False if that is not possible now."""
         copy = remnant.lay_out(self.data, last, self.last_seq, by_seq=True)
@@ -364,6 +381,21 @@ class Wal:
         with contextlib.suppress(FileNotFoundError):  # it is written again at the next start
             _sync_path(self._index.path)
         self._file.close()
+
+
+def copied_seq(data: str) -> int:
+    """Return the seq up to which KMQ_TIER has the WAL of this lineage, as kmq.tier has noted it; 0 without a note."""
+    try:
+        with open(f"{data}/{COPIED}", "rb") as file:
+            seq, _, lineage = file.read().partition(b" ")
+    except FileNotFoundError:
+        return 0
+    return int(seq) if seq.isdigit() and lineage == f"{identity.lineage(data)}\n".encode() else 0
+
+
+def note_copied(data: str, seq: int) -> None:
+    """Note that KMQ_TIER has the WAL up to `seq`: a commit names it. For kmq.tier."""
+    replace_file(f"{data}/{COPIED}", f"{seq} {identity.lineage(data)}\n".encode())
 
 
 def settle(directory: str) -> None:

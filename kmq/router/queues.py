@@ -1,4 +1,4 @@
-"""All partition logs of a data directory: the interface for the router stage; their retention; compacted segments.
+"""All partition logs of a data directory: the interface for the router stage; their retention; segments that were laid out.
 
 Example: `queues.route([block])` appends the lines of a block to topics/orders/0, topics/orders/1, … and returns the
 bytes written. `queues.tick()`, once a second, seals and deletes segments and begins checkpoints.
@@ -12,8 +12,8 @@ Invariant   Every record up to `routed_seq` is in its partition log, except what
             A compacted segment replaces only a sealed and synced segment, and covers exactly the same records.
 Crash       The logs are copies, and the WAL is the truth. A start of the router examines every log, deletes segments
             that the last checkpoint no longer counts, and replays the WAL from the earliest end of a log (recovery.py).
-            remnant.py describes crashes while the last record is kept. A segment that compaction has written stays
-            until it is installed or discarded (kmq/log/compaction.py).
+            remnant.py describes crashes while the last record is kept. A segment that was laid out stays until it is
+            installed or discarded (kmq/log/compaction.py, kmq/log/fetched.py).
 Memory      A cold partition is one small object, its PartitionState. At most `most_open` logs have a descriptor.
 """
 
@@ -26,9 +26,10 @@ from functools import partial
 
 from kmq.files import FULL, WaitForRoom, give_up
 from kmq.links.layout import Block
-from kmq.log import compaction, remnant, segment, topic_changes
+from kmq.log import compaction, fetched, gaps, remnant, segment, topic_changes
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
+from kmq.log.fetched import FETCHED
 from kmq.log.partition import PartitionLog, PartitionState, directory_of
 from kmq.log.remnant import Remnant
 from kmq.log.segment import COMPACT, Limits, Segment
@@ -158,9 +159,30 @@ class Retention:
                 count = self._tiering.due(at, state, limits, now_s, most)
                 is_all = count == len(state.sealed) and count and not state.active_bytes
                 gone += self._retire_all(state) if is_all else state.retire(count)
+        gone = gone or self._retire_for_room()
         if gone:
             self._checkpoints.start(gone)
         return bool(gone)
+
+    def _retire_for_room(self) -> list[Segment]:
+        """While the disk is short of room, retire segments that KMQ_TIER has, the oldest first, before their limits."""
+        gone: list[Segment] = []
+        if not self._tiering.has_files or (lacking := self._context.shortage()) <= 0:
+            return gone
+        covered = self._tiering.covered()
+        oldest = [
+            (part.newest_ts(), number, at) for at, parts in covered for number, part in enumerate(parts[:AT_ONCE])
+        ]
+        for *_, at in sorted(oldest)[:AT_ONCE]:
+            if lacking <= 0:
+                break
+            gone += self._logs.states[at].retire(1)
+            lacking -= gone[-1].size
+        if gone:
+            nbytes = sum(part.size for part in gone)
+            self._context.logger.info("room_from_tier", log="topics", segments=len(gone), bytes=nbytes)
+            self._context.recount()
+        return gone
 
     def _retire_all(self, state: PartitionState) -> list[Segment]:
         """Retire all segments of a log, but keep its last record, because it says where the log ends."""
@@ -270,7 +292,7 @@ class Retention:
         self._logs.unsynced |= unsynced  # the append that waits for room comes after this checkpoint
 
 
-# --- compacted segments ----------------------------------------------------------------------------------------------
+# --- segments that other processes lay out ---------------------------------------------------------------------------
 
 
 def install_compacted(context: Context, in_force: TopicsInForce, logs: PartitionLogs) -> bool:
@@ -295,6 +317,28 @@ def install_compacted(context: Context, in_force: TopicsInForce, logs: Partition
         old.size -= saved
         context.logger.info("segment_compacted", file=old.path, bytes=old.size, saved=saved)
         is_due = True
+    return is_due
+
+
+def install_fetched(context: Context, logs: PartitionLogs, tiering: Tiering) -> bool:
+    """Install old records that `kmq tier fetch` has laid out; return True if a checkpoint has to follow."""
+    is_due = False
+    for sealed in reversed(compaction.waiting(context.data, FETCHED)):  # the newest first: each becomes the first one
+        at = sealed.topic, sealed.partition
+        found, state = tiering.of(*at), logs.states.get(at)
+        fits = found is not None and state is not None and sealed.first >= found.begin(state.start)
+        if not fits or state is None or sealed.end != gaps.ends([state.start], state.gaps)[0]:
+            reason = "the partition, or what this disk has of it, begins elsewhere now"
+        elif not fetched.is_whole(context.data, sealed):
+            reason = "the router was killed while it installed it"
+        else:
+            part = fetched.install(context.data, sealed)
+            state.prepend(part)
+            context.logger.info("segment_fetched", file=part.path, first_offset=part.first, bytes=part.size)
+            is_due = True
+            continue
+        context.logger.warn("fetched_discarded", file=sealed.outbox_path(context.data, FETCHED), reason=reason)
+        compaction.discard(context.data, sealed, FETCHED)
     return is_due
 
 
@@ -329,6 +373,9 @@ class Queues:
         check: Callable[[], None] = lambda: None,
         lacks_room: Callable[[], bool] = lambda: False,
         has_room: Callable[[int], bool] = lambda nbytes: True,
+        shortage: Callable[[], int] = lambda: 0,
+        recount: Callable[[], object] = lambda: None,
+        has_store: bool = True,
         now_s: Callable[[], float] = time.time,
         before_topic: "Callable[[Queues], object]" = lambda queues: None,
     ) -> None:
@@ -339,12 +386,12 @@ class Queues:
         topics are records of the WAL; False (no framer): requests are carried out at once. `in_shard`: a declaration
         without a record is refused, because other replicas would not have it. `damaged` is called with each damage
         found, `check` repeatedly during long work, as a sign of life. `lacks_room`: is the disk or the quota full?
-        `has_room`: may a copy of so many bytes be made?
+        `has_room`: may a copy of so many bytes be made? `shortage`: bytes to be freed before messages are refused;
+        `recount` is called after a deletion. `has_store`: False without KMQ_TIER; then local limits delete nothing.
         `now_s`: the clock for ages. After the start, `before_topic` is called before a message makes a topic; it may
         wait, and make room meanwhile.
         """
-        context = self.context = Context(
-            data,
+        of_stage = (
             wait_for_room,
             log,
             wal_is_synced,
@@ -355,8 +402,8 @@ class Queues:
             lacks_room,
             has_room,
             now_s,
-            make_room=self.make_room,
         )
+        context = self.context = Context(data, *of_stage, self.make_room, shortage, recount, has_store)
         self._is_recovered, self._before_topic = False, before_topic
         routes: dict[bytes, Target] = {}
         in_force = self.in_force = TopicsInForce(context, limits or Limits(), routes.clear)
@@ -436,9 +483,10 @@ class Queues:
         self.tiering.install()
         self.retention.roll_over_if_due()
         if not self.checkpoints.is_busy:
-            compacted = install_compacted(self.context, self.in_force, self.logs)
+            installed = install_compacted(self.context, self.in_force, self.logs)
+            installed |= install_fetched(self.context, self.logs, self.tiering)
             is_begun = self.retention.begin_owed() or self.retention.retire()
-            if not is_begun and (compacted or self.checkpoints.is_due):
+            if not is_begun and (installed or self.checkpoints.is_due):
                 self.checkpoints.start()
 
     def use_limits(self, limits: Limits) -> None:

@@ -5,9 +5,9 @@
                                                                   → the segments that end at or before 1512 may go
 
 Owner       the router process. kmq.tier lays lines out; this module alone writes the files `tier` (kmq/log/rows.py).
-Invariant   Nothing is deleted by local limits that `tier` on disk does not have. Total limits are decided over rows and
-            segments as one list, oldest first, by offsets: no byte counts twice, and a segment never goes before a row
-            that is older. `start` is on disk before a segment goes that no row has.
+Invariant   Nothing is deleted by local limits, or for room, that `tier` on disk does not have. Total limits are decided
+            over rows and segments as one list, oldest first, by offsets: no byte counts twice, and a segment never goes
+            before a row that is older. `start` is on disk before a segment goes that no row has.
 Crash       Lines that were taken are not taken again. What is laid out stays until it is installed.
 Memory      The parsed file of each partition that has one.
 """
@@ -15,14 +15,14 @@ Memory      The parsed file of each partition that has one.
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from kmq.files import with_room
 from kmq.log import identity, rows
 from kmq.log.index import lineage_of
 from kmq.log.partition import PartitionState, directory_of
 from kmq.log.rows import TierFile
-from kmq.log.segment import Limits
+from kmq.log.segment import Limits, Segment
 from kmq.message.routing import Topic
 from kmq.router.in_force import Context, TopicsInForce
 
@@ -62,6 +62,10 @@ class Tiering:
         """Return the rows of a partition; None if it has never had any."""
         found = self._file(name, number)
         return found if found is not None and found.end is not None else None
+
+    @property
+    def has_files(self) -> bool:
+        return bool(self._files)
 
     def _file(self, name: str, number: int) -> TierFile | None:
         found = self._files.get((name, number))
@@ -161,14 +165,14 @@ class Tiering:
         if found is None:
             return limits.expired(state.sealed, state.active_bytes, now_s, most)
         if self._is_writing:  # room is made for this file itself: its start cannot move now
-            return self._due_here(found, state, limits, now_s, most) if limits.is_tiered else 0
+            return self._due_here(found, state, limits, now_s, most)
         start, count = self._due_in_all(found, state, limits, now_s, most)
         if start > found.begin(state.start):
             sealed = state.sealed
             self.set_start(*at, start)
             if state.sealed is not sealed:  # it waited for room, and segments went meanwhile: the next tick looks again
                 return 0
-        return max(count, self._due_here(found, state, limits, now_s, most)) if limits.is_tiered else count
+        return max(count, self._due_here(found, state, limits, now_s, most))
 
     def _due_in_all(
         self, found: TierFile, state: PartitionState, limits: Limits, now_s: float, most: int
@@ -189,12 +193,21 @@ class Tiering:
         return ([*(part.first for part in state.sealed), state.base][count] if count else begin), count
 
     def _due_here(self, found: TierFile, state: PartitionState, limits: Limits, now_s: float, most: int) -> int:
-        """Return how many segments may go by local limits, or because the disk lacks room."""
-        ends = state.sealed_ends()[:most]
-        covered = sum(end <= (found.end or 0) for end in ends)
-        if not covered or self._context.lacks_room():
-            return covered
-        return min(covered, limits.local().expired(state.sealed, state.active_bytes, now_s, most))
+        """Return how many segments may go by local limits. Without KMQ_TIER nobody could read what they hold."""
+        if not (limits.is_tiered and self._context.has_store):
+            return 0
+        covered = sum(end <= (found.end or 0) for end in state.sealed_ends()[:most])
+        return min(covered, limits.local().expired(state.sealed, state.active_bytes, now_s, most)) if covered else 0
+
+    def covered(self) -> Iterator[tuple[tuple[str, int], list[Segment]]]:
+        """Yield each partition of topics with tier=on, and its oldest segments that the store has, without the last record."""
+        for at in self._files:
+            found, state = self.of(*at), self._states.get(at)
+            is_tiered = self._context.has_store and self._in_force.limits_of(at[0]).is_tiered
+            if found is not None and state is not None and is_tiered:
+                count = sum(end <= (found.end or 0) for end in state.sealed_ends())
+                if parts := [*state.sealed[: count - (count == len(state.sealed) and not state.active_bytes)]]:
+                    yield at, parts
 
 
 def floor(found: TierFile | None) -> PartitionState | None:

@@ -12,6 +12,7 @@ Ends        by signals only, within a moment: an upload is abandoned. Fenced, re
 Mechanism   A thread makes the turns. The main thread gives signs of life and says how old the oldest missing record is.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ import threading
 import time
 
 from kmq.broker.data_directory import open_page
-from kmq.broker.stats import STATES, TIER, TIER_PROBLEMS, StatsPage
+from kmq.broker.stats import STATES, TIER, TIER_PROBLEMS, TIER_REQUESTS, StatsPage
 from kmq.broker.supervisor import run_beside
 from kmq.config.settings import Settings, load
 from kmq.config.states import InForce
@@ -32,7 +33,7 @@ from kmq.log.segment import Limits
 from kmq.logfmt import Logger
 from kmq.tier.commits import AheadError, DamagedError, FencedError, StaleError
 from kmq.tier.objects import ObjectError
-from kmq.tier.store import RefusedError, Store, StoreError, open_store
+from kmq.tier.store import CountedStore, RefusedError, StoreError, open_store
 from kmq.tier.turn import DIRECTORY, Copier, FollowsError, Leadership, TurnOptions
 
 _NICE = 10  # idle priority would starve on a full machine, and with it the promise of a minute
@@ -50,13 +51,14 @@ class CopyProcess:
     def __init__(self, settings: Settings, page: StatsPage, log: Logger) -> None:
         self._settings, self._page, self._row, self._log = settings, page, page.rows[TIER], log
         self._in_force = InForce(settings)
-        self._store: Store | None = None
+        self._store: CountedStore | None = None
         self._copier: Copier | None = None
         self._leadership = Leadership(settings.instance, page.data_id, settings.shard) if settings.shard else None
         self._stopping = threading.Event()
         self._progress_at = time.monotonic()
         self._is_at_work = False
         self._words = ""  # why nothing is copied
+        page.write_note(TIER, "")
         self._seen = -1  # the copied seq for which `oldest` was found
 
     def run(self, signals: list[int]) -> None:
@@ -70,6 +72,7 @@ class CopyProcess:
                 looked = time.monotonic()
                 self._page.keep_in_place(TIER)
                 self._note_oldest()
+                self._note_requests()
                 if self._is_at_work and looked - self._progress_at > _HANGS_S:
                     self._log.error(
                         "tier_hangs", seconds=int(_HANGS_S), effect="this process ends and is started again"
@@ -116,7 +119,7 @@ class CopyProcess:
         """Make a turn; return True if the next one is due at once."""
         settings, leadership = self._settings, self._leadership
         if self._store is None:
-            self._store = open_store(settings.tier)
+            self._store = CountedStore(open_store(settings.tier))
         if self._copier is None:
             if leadership is not None:
                 leadership.check()  # before it leads a directory may take another lineage
@@ -124,8 +127,12 @@ class CopyProcess:
             rates = settings.tier_object, settings.tier_rate
             options = TurnOptions(*rates, durable, self._progressed, self._limits, settings.tier_every, leadership)
             self._copier = Copier(settings.data, self._store, self._log, options)
-        is_more = self._copier.turn()
-        missing = self._copier.missing
+        copier = self._copier
+        try:
+            is_more = copier.turn()
+        finally:
+            self._note_totals(copier)
+        missing = copier.missing
         self._say(f"damaged: {len(missing)} objects are missing, such as {missing[0]}" if missing else "")
         self._row.standing = TIER_PROBLEMS.index("damaged") if missing else 0
         return is_more
@@ -195,6 +202,7 @@ class CopyProcess:
         is_news = words != self._words
         if is_news:
             self._words = words
+            self._page.write_note(TIER, words)
             replace_file(f"{self._settings.data}/{DIRECTORY}/status", f"{words}\n".encode())
         if not words:
             self._row.standing = 0
@@ -202,6 +210,22 @@ class CopyProcess:
             self._row.failing_since = 0
             self._log.info("tier_store_back")
         return is_news
+
+    def _note_totals(self, copier: Copier) -> None:
+        """Note what the store has of partitions, and since when old records wait for it."""
+        row = self._row
+        row.orphans = copier.orphans
+        with contextlib.suppress(OSError, KmqError):
+            if (found := copier.totals()) is None:
+                return
+            row.rows, row.row_bytes, row.behind_bytes, row.local_limit = found
+            row.due_since = (row.due_since or time.monotonic_ns()) if found.behind_bytes else 0
+
+    def _note_requests(self) -> None:
+        if (store := self._store) is not None:
+            self._row.received = store.received
+            for call, answer in TIER_REQUESTS:
+                setattr(self._row, f"{call}_{answer}", store.requests[call, answer])
 
     def _note_oldest(self) -> None:
         """Note when the oldest record was received that is on disk and not in the store."""

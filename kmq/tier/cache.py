@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 
 from kmq.errors import CorruptError
@@ -52,6 +53,8 @@ class TierCache:
         self._sizes: dict[str, int] = {}  # by directory
         self._fetched: dict[str, tuple[float, int]] = {}  # when (monotonic), and the mtime that a use changes
         self.is_closed = False
+        self.waits = 0  # objects that had to wait for room
+        self.full_at: float | None = None  # monotonic: when an object last had no room
         self._find()
 
     @property
@@ -75,9 +78,12 @@ class TierCache:
         path = os.path.dirname(rows.cached_path(directory, life, row))
         if os.path.exists(f"{path}/log"):
             return
+        is_waiting = False
         while not self.make_room(row.nbytes):
             if self.is_closed:
                 raise ClosedError("the gateway stops")
+            self.waits += not is_waiting
+            is_waiting, self.full_at = True, time.monotonic()
             time.sleep(_POLL_S)
         making = f"{self._root}/{_MAKING}{os.urandom(8).hex()}"
         try:
@@ -107,23 +113,16 @@ class TierCache:
             raise StoreError("the store has no commit of this broker: it is another store, or is not mounted") from None
 
     def _write(self, making: str, row: TierRow) -> None:
-        key = full_key(self._lineage, row.key)
-        pieces = CheckedPieces(self._store.get(key), key, row.size, row.sha256)
-        nbytes = count = 0
-        last = b""
         with open(f"{making}/log", "wb") as file:
-            for lines in objects.unpack(pieces, key):
+            for lines in lines_of(self._store, self._lineage, row):
                 if self.is_closed:
                     raise ClosedError("the gateway stops")
                 file.write(lines)
-                nbytes, count, last = nbytes + len(lines), count + record.count_lines(lines), last_line(lines)
-        if (nbytes, count, zlib.crc32(last)) != (row.nbytes, row.next - row.base, row.last):
-            raise ObjectError(f"{key}: has other records than its commit says")
         writer = IndexWriter(f"{making}/log.idx", give_up)
         fd = os.open(f"{making}/log", os.O_RDONLY | os.O_CLOEXEC)
         try:
             writer.begin()
-            writer.resume(fd, nbytes, row.base)
+            writer.resume(fd, row.nbytes, row.base)
             writer.seal()
         finally:
             os.close(fd)
@@ -164,6 +163,19 @@ class TierCache:
         remove_object(self._root, path)
         self._sizes.pop(path, None)
         self._fetched.pop(path, None)
+
+
+def lines_of(store: Store, lineage: str, row: TierRow) -> Iterator[bytes]:
+    """Yield the lines of a row's object in pieces. Raises ObjectError, at the latest at the end, if it is another one."""
+    key = full_key(lineage, row.key)
+    pieces = CheckedPieces(store.get(key), key, row.size, row.sha256)
+    nbytes = count = 0
+    last = b""
+    for lines in objects.unpack(pieces, key):
+        nbytes, count, last = nbytes + len(lines), count + record.count_lines(lines), last_line(lines)
+        yield lines
+    if (nbytes, count, zlib.crc32(last)) != (row.nbytes, row.next - row.base, row.last):
+        raise ObjectError(f"{key}: has other records than its commit says")
 
 
 def remove_object(root: str, path: str) -> None:

@@ -15,6 +15,7 @@ Crash       after a commit   the next turn lays out what the file `tier` lacks;
 Memory      One object as it is stored.
 """
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -23,7 +24,8 @@ from typing import NamedTuple
 from kmq.config.values import FOREVER
 from kmq.errors import ConfigError
 from kmq.files import make_directory, replace_file
-from kmq.log import deletions, gaps, identity, reader, rows, segment, topics
+from kmq.log import deletions, gaps, identity, reader, rows, segment
+from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
 from kmq.log.partition import PartitionState, directory_of
 from kmq.log.reader import LogReader
@@ -72,6 +74,19 @@ class TieredPartition(NamedTuple):
         return self.limits.is_tiered and (end is None or end < self.state.end_offset)
 
 
+class TierTotals(NamedTuple):
+    """What the store has of partitions: `rows`, with `row_bytes` of lines.
+
+    `behind_bytes`: of segments that local limits would delete, and that are not in the store. `local_limit`: the sum of
+    local_retention_bytes of partitions whose old records go there.
+    """
+
+    rows: int
+    row_bytes: int
+    behind_bytes: int
+    local_limit: int
+
+
 class PartitionCopier:
     """Copies partitions, and drops and lays out their rows."""
 
@@ -79,9 +94,10 @@ class PartitionCopier:
         self, data: str, limits: Callable[[], Limits], object_bytes: int, uploads: Uploads, logger: Logger
     ) -> None:
         self._data, self._limits, self._object_bytes = data, limits, object_bytes
+        self._bounds = Bounds(data)  # it parses a declaration once
         self._uploads, self._logger = uploads, logger
         self._damaged: dict[str, str] = {}  # by partition: the last logged reason
-        self._idle: dict[str, object] = {}  # by partition: its state when nothing was due
+        self._idle: dict[str, tuple[object, ...]] = {}  # by partition: its state when nothing was due
         self._waiting: dict[str, tuple[object, int]] = {}  # by partition: `waiting_seq`, and for what it holds
         self._compared: set[tuple[str, int]] = set()  # partitions whose last row matches the disk
 
@@ -104,7 +120,7 @@ class PartitionCopier:
     def _limits_of(self, usual: Limits, topic: str) -> Limits:
         """Return the limits of a topic; the usual ones where its file is wrong, as the router has them."""
         try:
-            return usual.with_changes(topics.read(self._data, topic).limits)
+            return usual.with_changes(self._bounds.declaration(topic).limits)
         except ConfigError:
             return usual
 
@@ -218,6 +234,9 @@ class PartitionCopier:
     def _is_due(self, which: TieredPartition, segments: list[Segment], begin: int, end: int, now_s: float) -> bool:
         """Return True if the records begin…end-1 fill an object, or a sealed segment with some is due by local limits."""
         *sealed, active = segments
+        whole = [part.size for part, after in pairwise(segments) if begin <= part.first and after.first <= end]
+        if sum(whole) >= self._object_bytes:  # a long backlog is not searched for each of its objects
+            return True
         rest = [part for part, after in pairwise(segments) if after.first > begin]
         if sum(part.size for part in rest) + active.size >= self._object_bytes:
             log = reader.local(self._data, which.topic, which.number)
@@ -225,6 +244,38 @@ class PartitionCopier:
                 return True
         due = which.limits.local().expired(sealed, active.size, now_s, len(sealed))
         return bool(due) and segments[due].first > begin
+
+    def totals(self, found: list[TieredPartition], now_s: float) -> TierTotals:
+        """Return what there is of these partitions, and what waits. The store is not asked."""
+        logs = [each.log if each.log.end is not None else self._file_of(each) for each in found]
+        sizes = [row.nbytes for log in logs for row in log.rows]
+        behind = sum(self._behind_bytes(each, log.end or 0, now_s) for each, log in zip(found, logs, strict=True))
+        limit = sum(each.limits.local_retention_bytes for each in found if each.limits.is_tiered)
+        return TierTotals(len(sizes), sum(sizes), behind, limit)
+
+    def _file_of(self, which: TieredPartition) -> TierFile:
+        """Return what the file `tier` says of a partition: before the commits were read, nothing else is known."""
+        with contextlib.suppress(DamageError):
+            found = rows.of(directory_of(self._data, which.topic, which.number))
+            if found.life == which.life:
+                return found
+        return which.log
+
+    def _behind_bytes(self, which: TieredPartition, end: int, now_s: float) -> int:
+        """Return the bytes of segments that local limits would delete, if the store had them: rows end at `end`."""
+        idle = self._idle.get(which.name)
+        if not which.limits.is_tiered or end >= which.state.end_offset:
+            return 0
+        if idle is not None and idle[:2] == (which.state.values(), which.log.end):
+            return 0  # nothing was due at the last look, and nothing has changed
+        segments = segment.survey(directory_of(self._data, which.topic, which.number))
+        if not segments:
+            return 0
+        *sealed, active = segments
+        due = which.limits.local().expired(sealed, active.size, now_s, len(sealed))
+        ends = [after.first for after in segments[1:]]
+        is_copyable = [end < each <= which.state.end_offset for each in ends[:due]]
+        return sum(part.size for part, copyable in zip(sealed, is_copyable, strict=False) if copyable)
 
     def waiting_seq(self, which: TieredPartition) -> int:
         """Return the seq of the first record that waits for its copy. Objects of the WAL from there on are needed."""

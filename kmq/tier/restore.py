@@ -5,8 +5,9 @@
 
 Order       1 a claim in the old lineage, so that its broker writes nothing more   2 all objects of the rows in force
             3 the router's own recovery, which rebuilds every queue from the WAL    4 a fork (kmq/router/fork.py)
-            5 commits of the new lineage, by which it can itself be restored        6 `begins successor=…` in the old one
-            7 `whole`, and the places
+            5 with --download the objects of rows, laid out for the router (kmq/tier/fetch.py)
+            6 commits of the new lineage, by which it can itself be restored        7 `begins successor=…` in the old one
+            8 `whole`, and the places
 Invariant   A restore gives one state that the broker had: the WAL up to its last row, and tables and files as of it or
             before. Every object is compared with its row. The broker may have acknowledged more after the last row, so
             by the fork the directory gets a new id and lineage, and no seq, offset, name or producer id is used twice.
@@ -23,14 +24,14 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kmq.config.settings import Settings
-from kmq.errors import CorruptError, DataExistsError
+from kmq.errors import ConfigError, CorruptError, DataExistsError
 from kmq.files import give_up, make_directory, replace_file, sync_directory, sync_file
-from kmq.log import deletions, gaps, identity, rows, segment
+from kmq.log import deletions, gaps, identity, rows, segment, topics
 from kmq.log.identity import RESTORING
 from kmq.log.index import IndexWriter
 from kmq.logfmt import Logger
 from kmq.router import fork
-from kmq.tier import objects
+from kmq.tier import fetch, objects
 from kmq.tier.commits import CommitLine, CommitLog, TierState, line, lineages, numbered
 from kmq.tier.store import Store
 from kmq.tier.turn import DIRECTORY, Nonces, full_key
@@ -121,10 +122,16 @@ class Restore:
         self.path = f"{self.data}/{RESTORING}"
         self.id = os.urandom(16).hex()
         self.last_seq = 0
+        self.left: list[str] = []  # why old records of topics stay in the store alone, in spite of `downloads`
 
-    def run(self, is_drill: bool) -> None:
-        """Restore everything. Raises ObjectError, StoreError, FencedError; the directory then has no `id`."""
+    def run(self, is_drill: bool, downloads: bool = False) -> None:
+        """Restore everything. `downloads`: also what lies in the store alone.
+
+        Raises ObjectError, StoreError, FencedError; the directory then has no `id`. NoRoomError before anything is done.
+        """
         make_directory(self.data)
+        if downloads:
+            self._check_room()
         shutil.rmtree(self.path, ignore_errors=True)
         os.mkdir(self.path)
         sync_directory(self.data)
@@ -137,6 +144,8 @@ class Restore:
         for name, row in self._source.state.tables.items():
             self._write_segment(f"topics/{name}", row.number("base"), [row], by_seq=False)
         self._recover()
+        if downloads:
+            self._download(is_drill)
         if not is_drill:
             self._begin_lineage()
             self._source.commits.commit([line("begins", successor=self.id)], os.urandom(8).hex())
@@ -170,14 +179,18 @@ class Restore:
                 replace_file(f"{self.path}/{_COPIES[name]}", content)
 
     def _write_rows(self) -> None:
-        """Write the file `tier` of each partition that has rows. Its records stay where they are: they are read cold."""
+        """Write the file `tier` of each partition that has rows. Its records stay where they are: they are read cold.
+
+        It has the new lineage at once, and is synced with everything else: for a thousand partitions that is seconds.
+        """
         for (name, _), log in self._source.state.logs.items():
             if log.end is not None:
                 directory = f"{self.path}/topics/{name}"
                 os.makedirs(directory, exist_ok=True)
                 found = log.copy()
                 found.head = rows.empty(self._source.lineage, name, log.life).head
-                replace_file(rows.path_of(directory), found.text())
+                with open(rows.path_of(directory), "wb") as file:
+                    file.write(found.relabelled(self.id).text())
 
     def _write_wal(self) -> None:
         """Write the rows of the WAL as segments, each with as many rows as KMQ_SEGMENT_BYTES takes."""
@@ -207,6 +220,27 @@ class Restore:
             writer.seal()
         finally:
             os.close(fd)
+
+    # --- what lies in the store alone --------------------------------------------------------------------------------
+
+    def _check_room(self) -> None:
+        """Raise NoRoomError unless the disk has room for all lines, and for the queues that the WAL makes."""
+        needed = self._source.nbytes + sum(row.number("bytes") for row in self._source.state.wal)
+        fetch.check_room(self._settings, needed)
+
+    def _download(self, is_drill: bool) -> None:
+        """Lay out the old records of every partition, which the first start of the router puts in place."""
+        for name in topics.names(self.path):
+            limits = fetch.limits_of(self._settings, self.path, name)
+            for number in range(topics.read(self.path, name).partitions):
+                planned = fetch.plan(self.path, name, number, limits.segment_bytes)
+                try:
+                    if not is_drill:  # without KMQ_TIER local limits delete nothing
+                        fetch.check_limits(self.path, name, limits, planned, time.time())
+                except ConfigError as err:
+                    self.left.append(str(err))
+                    break
+                fetch.fetch(self.path, self._store, planned, self._progress)
 
     # --- the broker's side -------------------------------------------------------------------------------------------
 

@@ -18,7 +18,9 @@ Not covered A store that ignores the condition overwrites. `probe` finds that ou
 import contextlib
 import os
 import re
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol
@@ -115,6 +117,57 @@ def clock_offset(store: Store, prefix: str) -> float:
     if at > ended:
         return at - ended
     return min(0.0, at + 1.0 - began)  # S3 says whole seconds
+
+
+class CountedStore:
+    """A store whose requests are counted by call and answer: ok, missing or failed. Several threads may use it.
+
+    `received`: bytes that `get` has returned.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._lock = store, threading.Lock()
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self.received = 0
+
+    @contextlib.contextmanager
+    def _counted(self, call: str) -> Iterator[None]:
+        answer = "ok"
+        try:
+            yield
+        except MissingError:
+            answer = "missing"
+            raise
+        except Exception:  # not the end of a reader that needs no more
+            answer = "failed"
+            raise
+        finally:
+            with self._lock:
+                self.requests[call, answer] += 1
+
+    def create(self, key: str, content: bytes) -> bool:
+        with self._counted("create"):
+            return self._store.create(key, content)
+
+    def get(self, key: str) -> Iterator[bytes]:
+        with self._counted("get"):
+            for piece in self._store.get(key):
+                with self._lock:
+                    self.received += len(piece)
+                yield piece
+
+    def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        with self._counted("names"):
+            yield from self._store.names(prefix, after)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with self._counted("delete"):
+                self._store.delete([key])
+
+    def written_at(self, key: str) -> float:
+        with self._counted("get"):
+            return self._store.written_at(key)
 
 
 # --- a directory -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ Owner       the process `kmq.tier`. It holds no plan: a turn compares files and 
 Invariant   Nothing in the store is ahead of the rows of the WAL: a turn first reads the small files, then copies the WAL
             at least that far, then makes tables and files as of those. An object is read back and compared before a
             commit names it. A row of the WAL never goes before the files, tables and the local WAL can do without it.
+Hole        While the store is away the local WAL may go before it was copied. Where it goes on, one commit has the rows up
+            to router.ckpt with it and the tables: an older one does not say which offsets follow the hole.
 Crash       after an object     no commit names it: it is never read;
             after a commit      the next start reads all commits;
             after a drop        the object is deleted in a later turn: deletions repeat.
@@ -49,7 +51,7 @@ from kmq.message import record
 from kmq.tier import objects
 from kmq.tier.commits import AheadError, CommitLine, CommitLog, DamagedError, FencedError, TierState, line
 from kmq.tier.objects import MEMBER_BYTES, Packed
-from kmq.tier.partitions import PartitionCopier, Uploads
+from kmq.tier.partitions import PartitionCopier, TierTotals, Uploads
 from kmq.tier.store import Store, StoreError, holds, probe
 
 DIRECTORY = "tier"  # below the data directory: what this process remembers
@@ -182,6 +184,8 @@ class Copier:
         uploads = Uploads(self._key, self._upload, self._commit, self._rest)
         self._partitions = PartitionCopier(data, options.limits, options.object_bytes, uploads, log)
         self._dropped_at: dict[str, float] = {}
+        self._noted = -1  # the last seq that tier/wal says
+        self.orphans = 0  # deleted
         self.missing: list[str] = []  # rows whose object was not there at the last look at all names
         self._sweep: Sweep | None = None
         self._sweep_at = time.monotonic() + _SWEEP_FIRST_S
@@ -277,24 +281,58 @@ class Copier:
     # --- the WAL -----------------------------------------------------------------------------------------------------
 
     def _copy_wal(self, high: int) -> None:
+        """Copy the WAL up to `high`, and note in tier/wal how far the store has it."""
         self._wal_at = time.monotonic()
-        while self.commits.state.wal_end <= high:
-            begin, lines = self.commits.state.wal_end, []
-            if (first := reader.first_seq(self.data)) > begin:
-                lines, begin = [line("drop", "wal", before=first, why="retention")], first
-            packed = objects.pack(self._blocks(begin, high))
-            if not packed.nbytes:
+        self._copy_wal_up_to(high)
+        if self._noted != self.copied:
+            wal.note_copied(self.data, self.copied)
+            self._noted = self.copied
+
+    def _copy_wal_up_to(self, high: int) -> None:
+        while (begin := self.commits.state.wal_end) <= high:
+            if reader.first_seq(self.data) > begin:
+                if not self._copy_after_hole(high):
+                    return
+            elif (row := self._wal_row(begin, high)) is not None:
+                self._commit(*self._changed(NAMED), row)
+            else:
                 return
-            last, last_ts = record.stamp(packed.last)
-            first_ts = reader.wal(self.data).stamp_of(begin)
-            name = f"{begin}-{last}"
-            row: dict[str, object] = {
-                "first": begin,
-                "last": last,
-                "ts": f"{_seconds(first_ts[1] if first_ts else last_ts)}-{_seconds(last_ts)}",
-            }
-            row |= self._upload(f"{self._key(f'wal/{name}')}.log.gz", packed)
-            self._commit(*lines, *self._changed(NAMED), line("wal", **row, crc=zlib.crc32(packed.last)))
+
+    def _wal_row(self, begin: int, high: int) -> CommitLine | None:
+        """Make the object of the WAL that begins with a seq; None if the disk has nothing from there on."""
+        packed = objects.pack(self._blocks(begin, high))
+        if not packed.nbytes:
+            return None
+        last, last_ts = record.stamp(packed.last)
+        first_ts = reader.wal(self.data).stamp_of(begin)
+        times = f"{_seconds(first_ts[1] if first_ts else last_ts)}-{_seconds(last_ts)}"
+        made = self._upload(f"{self._key(f'wal/{begin}-{last}')}.log.gz", packed)
+        return line("wal", first=begin, last=last, ts=times, **made, crc=zlib.crc32(packed.last))
+
+    def _copy_after_hole(self, high: int) -> bool:
+        """Go on where the local WAL begins: what is missing went before it was copied, because the store was away.
+
+        One commit has the rows after the hole, tables, and small files. With an older router.ckpt a restore would give
+        records after the hole the offsets of those in it. Return False if the local WAL went on meanwhile.
+        """
+        first = at = reader.first_seq(self.data)
+        rows = [line("drop", "wal", before=first, why="retention")]
+        while True:
+            found = SmallFiles.of(self.data, are_all=True)
+            if at > max(found.routed_seq, found.producers_seq):
+                tables = [*self._table_rows(found)]
+                if _is_as_read(self.data, found):
+                    break
+            elif (row := self._wal_row(at, max(high, self._options.durable()))) is None:
+                return False
+            else:
+                rows.append(row)
+                at = row.number("last") + 1
+            if reader.first_seq(self.data) > first:
+                return False
+        self._commit(*rows, *tables, *self._file_rows(found))
+        self._files_at = time.monotonic()
+        return True
 
     def _blocks(self, begin: int, high: int) -> Iterator[bytes]:
         """Yield the lines of the WAL from `begin` on, up to `high` or KMQ_TIER_OBJECT bytes."""
@@ -308,22 +346,43 @@ class Copier:
             if not lines or nbytes >= self._options.object_bytes or record.seq_of(last_line(lines)) >= high:
                 return
 
+    def _expired(self) -> list[int]:
+        """Return the last seqs of the oldest rows of the WAL that have gone from the local WAL by its limits.
+
+        What went because the disk was short of room stays in the store.
+        """
+        limits, first, found = self._options.limits(), reader.first_seq(self.data), []
+        youngest = time.time() - limits.retention_age
+        nbytes = sum(row.number("bytes") for row in self.commits.state.wal)
+        for row in self.commits.state.wal:
+            is_too_much = bool(limits.retention_bytes) and nbytes > limits.retention_bytes
+            is_too_old = float(row.values["ts"].partition("-")[2]) <= youngest
+            if row.number("last") >= first or not (is_too_much or is_too_old):
+                break
+            found.append(row.number("last"))
+            nbytes -= row.number("bytes")
+        return found
+
     def _drop_wal(self, waiting: int) -> None:
-        """Drop the oldest rows of the WAL that the local WAL does not have any more, and that no file or table needs.
+        """Drop the oldest rows of the WAL that have gone by its limits, and that no file or table needs.
 
         Those from seq `waiting` on have records of partitions that are in no row yet.
         """
         state = self.commits.state
         covered = [row.number("seq") for row in state.tables.values()]
         covered += [state.files[name].number("seq") if name in state.files else 0 for name in FILES[:2]]
-        needed = min(min(covered) + 1, reader.first_seq(self.data), waiting)
-        gone = [row.number("last") for row in state.wal if row.number("last") < needed]
+        needed = min(min(covered) + 1, waiting)
+        gone = [last for last in self._expired() if last < needed]
         if gone:
             self._commit(line("drop", "wal", before=gone[-1] + 1, why="retention"))
 
     # --- tables ------------------------------------------------------------------------------------------------------
 
     def _copy_tables(self, found: SmallFiles) -> None:
+        for row in self._table_rows(found):
+            self._commit(row)
+
+    def _table_rows(self, found: SmallFiles) -> Iterator[CommitLine]:
         """Copy each table up to the end that router.ckpt says: below it a log is on disk, and does not change."""
         rows, lives = _checkpoint(self.data, found)
         compacted = {table.name for table in passes.CompactedTopics(self.data).found()}
@@ -333,28 +392,31 @@ class Copier:
             if topic in wanted:
                 seen.add(f"{topic}/{number}")
                 try:
-                    self._copy_table(topic, number, lives[topic], at.start, at.end_offset, found.routed_seq)
+                    row = self._table_row(topic, number, lives[topic], at.start, at.end_offset, found.routed_seq)
                 except DamageError as err:
                     self._log.error("tier_table_damaged", topic=topic, partition=number, reason=err)
+                    continue
+                if row is not None:
+                    yield row
         gone = {name: row for name, row in self.commits.state.tables.items() if rows and name not in seen}
         for name, row in gone.items():
-            self._commit(line("drop", name, life=row.values["life"], why="deleted"))
+            yield line("drop", name, life=row.values["life"], why="deleted")
 
-    def _copy_table(self, topic: str, number: int, life: int, start: int, end: int, seq: int) -> None:
+    def _table_row(self, topic: str, number: int, life: int, start: int, end: int, seq: int) -> CommitLine | None:
+        """Copy a table, and return its row; None if the row of before will do."""
         name = f"{topic}/{number}"
         before = self.commits.state.tables.get(name)
         if before is not None and before.number("life") == life:
             grown = end - before.number("end")
             holds_wal = before.number("seq") + 1 < reader.first_seq(self.data)  # no row of the WAL may go before it
             if grown * 2 < max(1, end - start) and not holds_wal:
-                return
+                return None
             if not grown:
-                self._commit(before._replace(values={**before.values, "seq": str(seq)}))
-                return
+                return before._replace(values={**before.values, "seq": str(seq)})
         packed = objects.pack(self._table_blocks(topic, number, start, end))
         row: dict[str, object] = {"life": life, "base": start, "end": end, "seq": seq}
         row |= self._upload(f"{self._key(f'tables/{topic}/{life}/{number}/{end}')}.log.gz", packed)
-        self._commit(line("table", name, **row))
+        return line("table", name, **row)
 
     def _table_blocks(self, topic: str, number: int, start: int, end: int) -> Iterator[bytes]:
         if start >= end:
@@ -384,10 +446,11 @@ class Copier:
             return False, 0
         states, lives = parsed
         mine = self._partitions.found(state, states, lives)
-        gone = [row.number("last") for row in state.wal if row.number("last") < reader.first_seq(self.data)]
+        gone = self._expired()
+        needed = gone[-1] if gone else state.wal_first - 1  # no row of the WAL has these, or will have them
         is_more = False
         for each in mine:
-            for _ in self._partitions.copy(each, gone[-1] if gone else 0, time.time()):
+            for _ in self._partitions.copy(each, needed, time.time()):
                 if every is not None and time.monotonic() - self._wal_at >= every:
                     self._copy_wal(self._options.durable())
                     self._partitions.lay_out(mine)
@@ -400,18 +463,34 @@ class Copier:
         self._partitions.lay_out(mine)
         return is_more, min(map(self._partitions.waiting_seq, mine), default=identity.NEVER)
 
+    def totals(self) -> TierTotals | None:
+        """Return what the store has of partitions, and what waits on this disk. The store is not asked.
+
+        None while router.ckpt is missing or damaged.
+        """
+        parsed = _parsed(self.data, SmallFiles.of(self.data, False))
+        if parsed is None:
+            return None
+        return self._partitions.totals(self._partitions.found(self.commits.state, *parsed), time.time())
+
     # --- small files -------------------------------------------------------------------------------------------------
 
     def _copy_files(self, found: SmallFiles) -> None:
-        now, rows = time.monotonic(), []
+        now, rows = time.monotonic(), self._file_rows(found)
+        if rows:
+            self._commit(*rows)
+        self._files_at = now
+
+    def _file_rows(self, found: SmallFiles) -> list[CommitLine]:
+        """Copy those of all small files that have changed, and return their rows."""
+        rows = []
         for name, content in found.contents.items():
             if (row := self._file(name, content, found)) is not None:
                 rows.append(row)
                 self._rest(len(content))
-        rows += [line("drop", name, why="deleted") for name in self.commits.state.files if name not in found.contents]
-        if rows:
-            self._commit(*rows)
-        self._files_at = now
+        return rows + [
+            line("drop", name, why="deleted") for name in self.commits.state.files if name not in found.contents
+        ]
 
     def _changed(self, names: tuple[str, ...]) -> list[CommitLine]:
         """Upload the files among these that have changed since the last upload, and return their rows."""
@@ -462,6 +541,7 @@ class Copier:
             self._sweep, self._sweep_at = None, time.monotonic() + _SWEEP_FIRST_S  # what it did not see is not missing
             raise
         self._options.progress(0)
+        self.orphans += len(orphans)
         if orphans:
             self._log.info("tier_orphans_deleted", count=len(orphans), first=orphans[0])
         if is_over:
@@ -509,8 +589,12 @@ def _seconds(micros: int) -> str:
 
 def _checkpoint(data: str, found: SmallFiles) -> tuple[checkpoint.Rows, dict[str, int]]:
     """Return the rows of router.ckpt, and since when each topic is in force; nothing if the file has changed since."""
-    is_same = _content(f"{data}/{FILES[0]}") == found.contents.get(FILES[0])
-    return (_parsed(data, found) if is_same else None) or ({}, {})
+    return (_parsed(data, found) if _is_as_read(data, found) else None) or ({}, {})
+
+
+def _is_as_read(data: str, found: SmallFiles) -> bool:
+    """Return True if router.ckpt has not changed since it was read."""
+    return _content(f"{data}/{FILES[0]}") == found.contents.get(FILES[0])
 
 
 def _parsed(data: str, found: SmallFiles) -> tuple[checkpoint.Rows, dict[str, int]] | None:

@@ -58,7 +58,7 @@ def show(figures: list[Figure], where: str) -> None:
     for figure in figures:
         verdict = {None: "", True: "[green]met[/]", False: "[red]not met[/]"}[figure.met]
         sign, _, limit = figure.bar.partition(" ")
-        bar = f"{sign} {float(limit):,.{0 if float(limit).is_integer() else 1}f}" if limit else ""
+        bar = f"{sign} {float(limit):{',.0f' if float(limit).is_integer() else ',g'}}" if limit else ""
         head = figure.part if figure.part != part else ""
         value = _number(figure.value)
         out.print(f"{head:13} {figure.what:42} {value:>12} {figure.unit:11} {bar:>11} {verdict}".rstrip())

@@ -78,6 +78,7 @@ LEADER_ALONE = "test_in_a_shard_the_leader_alone_reaches_topics_and_all_whenever
 COMMITTED, UNIT_COMMITTED = "kmq/log/committed.py", "tests/unit/test_committed.py"
 TIERING, ROWS, COLD = "kmq/router/tiering.py", "kmq/log/rows.py", "kmq/tier/cache.py"
 UNIT_TIER, UNIT_COLD, UNIT_ROWS = (f"tests/unit/test_{name}.py" for name in ("tier_partitions", "cold_reads", "rows"))
+UNIT_FETCH = "tests/unit/test_tier_fetch.py"
 GAPS, UNIT_GAPS, UNIT_FORK = "kmq/log/gaps.py", "tests/unit/test_gaps.py", "tests/unit/test_fork.py"
 DATA_DIRECTORY = "kmq/broker/data_directory.py"
 DISKS, UNIT_DISKS = "kmq/replica/disks.py", "tests/unit/test_replica_disks.py"
@@ -781,8 +782,53 @@ MUTANTS = [
     ),
     Mutant(
         "tier: local limits delete what the store does not have",
-        [(TIERING, "covered = sum(end <= (found.end or 0) for end in ends)", "covered = len(ends)")],
+        [(TIERING, "covered = sum(end <= (found.end or 0) for end in state.sealed_ends()[:most])", "covered = most")],
         [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: what retention deleted comes back by a fetch",
+        [("kmq/router/queues.py", "and sealed.first >= found.begin(state.start)", "")],
+        [UNIT_FETCH],
+    ),
+    Mutant(
+        "tier: a segment that was fetched is put before another one than it ends at",
+        [("kmq/router/queues.py", "sealed.end != gaps.ends([state.start], state.gaps)[0]", "False")],
+        [UNIT_FETCH],
+    ),
+    Mutant(
+        "tier: half an installation is taken for a whole one",
+        [("kmq/router/queues.py", "elif not fetched.is_whole(context.data, sealed):", "elif False:")],
+        [UNIT_FETCH],
+    ),
+    Mutant(
+        "tier: records before the start are fetched",
+        [("kmq/tier/fetch.py", "max(group[0].base, begin)", "group[0].base")],
+        [UNIT_FETCH],
+    ),
+    Mutant(
+        "tier: without a store local limits delete",
+        [(TIERING, "if not (limits.is_tiered and self._context.has_store):", "if not limits.is_tiered:")],
+        [UNIT_FETCH],
+    ),
+    Mutant(
+        "tier: for room segments go that the store does not have",
+        [(TIERING, "count = sum(end <= (found.end or 0) for end in state.sealed_ends())", "count = len(state.sealed)")],
+        [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: for room the WAL goes that the store does not have",
+        [(WAL, "free = min(copied_seq(self.data), needed_after())", "free = needed_after()")],
+        ["tests/unit/test_wal.py"],
+    ),
+    Mutant(
+        "tier: for room the WAL goes that a restart needs",
+        [(WAL, "free = min(copied_seq(self.data), needed_after())", "free = copied_seq(self.data)")],
+        ["tests/unit/test_wal.py"],
+    ),
+    Mutant(
+        "tier: what went from the local WAL for room goes from the store",
+        [("kmq/tier/turn.py", "not (is_too_much or is_too_old)", "False")],
+        ["tests/unit/test_tier_turn.py"],
     ),
     Mutant(
         "tier: what total limits took leaves the start where it was",
@@ -846,8 +892,8 @@ MUTANTS = [
         [
             (
                 COLD,
-                "pieces = CheckedPieces(self._store.get(key), key, row.size, row.sha256)",
-                "pieces = self._store.get(key)",
+                "pieces = CheckedPieces(store.get(key), key, row.size, row.sha256)",
+                "pieces = store.get(key)",
             )
         ],
         [UNIT_COLD],
@@ -876,8 +922,24 @@ MUTANTS = [
     ),
     Mutant(
         "tier: an object of the WAL goes before the rows have its records",
-        [("kmq/tier/turn.py", "reader.first_seq(self.data), waiting)", "reader.first_seq(self.data))")],
+        [("kmq/tier/turn.py", "min(min(covered) + 1, waiting)", "min(covered) + 1")],
         [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: rows after a hole in the copied WAL go up without their router.ckpt",
+        [("kmq/tier/turn.py", "*rows, *tables, *self._file_rows(found))", "*rows, *tables)")],
+        ["tests/unit/test_tier_restored_rows.py"],
+    ),
+    Mutant(
+        "tier: an object that came altered once is damage",
+        [
+            (
+                "kmq/gateway/core/cold.py",
+                "(isinstance(err, ObjectError) and found.is_in_doubt)",
+                "isinstance(err, ObjectError)",
+            )
+        ],
+        [UNIT_COLD],
     ),
     Mutant(
         "a rebuilt queue has again what a start had deleted",

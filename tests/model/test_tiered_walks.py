@@ -14,6 +14,7 @@ from kmq.log import reader, rows, segment
 from kmq.log.rows import NotHereError
 from kmq.log.segment import Limits
 from kmq.router.tiering import Tiering
+from kmq.tier import fetch
 from kmq.tier.cache import TierCache
 from kmq.tier.commits import line
 from kmq.tier.partitions import PartitionCopier
@@ -46,8 +47,8 @@ class Walk:
     def step(self):
         made, rnd = self.made, self.rnd
         what = rnd.choices(
-            ["send", "turn", "tick", "copier", "restart", "kill", "limits", "start", "room", "lose"],
-            [30, 25, 10, 5, 5, 5, 8, 6, 4, 6],
+            ["send", "turn", "tick", "copier", "restart", "kill", "limits", "start", "room", "lose", "fetch"],
+            [30, 25, 10, 5, 5, 5, 8, 6, 4, 6, 6],
         )[0]
         if what == "send":
             made.send(*lines(rnd.randint(1, 40), begin=len(made.sent), size=rnd.choice([5, 60])))
@@ -75,7 +76,10 @@ class Walk:
             made.tick()
             self.begin = max(self.begin, min(offset, len(made.sent)))
         elif what == "room":
-            made.lacks_room = not made.lacks_room
+            made.shortage = 0 if made.shortage else rnd.choice([1, SEGMENT, 1 << 30])
+        elif what == "fetch":  # the router comes to it in some later tick
+            planned = fetch.plan(made.data, "t", 0, rnd.choice([SEGMENT, 1 << 30]))
+            fetch.fetch(made.data, made.store, planned[: rnd.randint(0, len(planned))], lambda nbytes: None)
         elif what == "lose":
             self._lose()
         self.check(what)

@@ -5,6 +5,7 @@ Invariant   A number on a screen is the number in the document whose `as_of` the
 """
 
 import itertools
+import json
 import math
 import os
 import re
@@ -89,7 +90,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def broker(browser, tmp_path_factory):
-    """A broker with load: five keys of two topics, and a group that is behind."""
+    """A broker with load: five keys of two topics, and a group that is behind. Most of topic `old` goes to the tier."""
     root = tmp_path_factory.mktemp("console")
     made = Broker(root / "broker")
     made.env |= {"KMQ_TIER": f"file://{root}/store", "KMQ_TIER_EVERY": "2s"}
@@ -97,6 +98,9 @@ def broker(browser, tmp_path_factory):
     made.env["KMQ_INTAKES"] = "0=lines"
     made.up()
     try:
+        limits = [f"--set={limit}" for limit in ("tier=on", "segment_bytes=64KiB", "local_retention_bytes=1MiB")]
+        assert made.kmq("topics", "create", "old", *limits).returncode == 0
+        assert made.kmq("produce", "old", text=f"{'x' * 200}\n" * 12_000).returncode == 0
         with load(made):
             made.wait(lambda: made.get("/api/admin/topics/orders")[0] == 200, "a topic")
             query = "group=billing&member=b1&maxMessages=5&autoCommit=true&timeoutMs=20000"
@@ -413,3 +417,19 @@ def test_focus_stays_where_it_is_while_rows_change_places(tab):
         tab.wait(f"([name, leads]) => ({first} === name) === leads", [name, leads])
         assert page.evaluate("document.activeElement.textContent") == name
     page.unroute("**/api/overview*")
+
+
+def test_a_topic_in_the_tier_shows_what_lies_there_and_what_on_the_disk(tab, broker):
+    def size():
+        [found] = json.loads(broker.get("/api/admin/topics/old")[1])["partitions"]
+        return found
+
+    broker.wait(lambda: size().get("localStartOffset", 0) > 200, "old messages leave the disk")
+    page = loaded(tab, "#/topics/old")
+    page.click("details.options summary")
+    _, found = shown(page, "[data-partition='0']")
+    expected = size()
+    names = "startOffset", "localStartOffset", "tierEndOffset", "tierBytes"
+    assert {name: found[name] for name in names} == {name: str(expected[name]) for name in names}
+    page = loaded(tab)
+    page.wait_for_selector("[data-stage=tier] [data-field=tier_bytes]:not([data-value='0'])")

@@ -7,13 +7,17 @@ import os
 import shutil
 import signal
 import tarfile
+import threading
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from brokers import Broker
 from waiting import until
 
+import kmq
 from kmq.log import reader, wal
+from kmq.message import record
 from kmq.tier.commits import CommitLog, lineages
 from kmq.tier.store import open_store
 from kmq.tier.turn import full_key
@@ -187,3 +191,71 @@ def test_with_the_setting_no_stage_makes_a_data_directory(broker):
     assert done.returncode == 78 and "kmq restore --if-empty" in done.stderr and not (broker.data / "id").exists()
     done = broker.kmq("restore", "--if-empty")
     assert done.returncode == 0 and (broker.data / "id").exists()
+
+
+def test_the_part_of_the_wal_that_the_store_has_makes_room_on_a_full_quota(broker, tmp_path):
+    """The WAL has no limits of its own."""
+    broker.env |= {"KMQ_DATA_QUOTA": "64MiB", "KMQ_SEGMENT_BYTES": "1MiB"}
+    broker.up()
+    made = broker.kmq("topics", "create", "orders", "--set", "retention_bytes=1MiB")
+    assert made.returncode == 0, made.stderr
+    text = "".join(f"{n} {'x' * 990}\n" for n in range(5000))
+
+    def produce(rounds):
+        for _ in range(rounds):
+            assert broker.kmq("produce", "orders", text=text).returncode == 0, broker.log()
+
+    produce(3)
+    broker.down()  # router.ckpt and producers.ckpt cover all of it
+    assert "event=room_from_tier" not in broker.log()
+    broker.up()
+    produce(3)
+    until(lambda: "event=room_from_tier" in broker.log(), "the WAL gives room", broker.log)
+    assert "log=append" in broker.log()
+    assert reader.first_seq(str(broker.data)) > 1
+    until(lambda: tier(broker)["age"] == 0, "the copy is not behind", broker.log)
+    assert copied(tmp_path / "store").count(b"|orders|") == 6 * 5000, "what left the disk for room is in the store"
+    assert broker.kmq("verify").returncode == 0
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 20))])
+def test_a_node_that_is_lost_under_load_comes_back_with_all_that_the_copy_said_it_had(broker, tmp_path, number):
+    """The producer does not notice the loss: what it sends afterwards is stored, and nothing of it is taken for a repeat."""
+    broker.up()
+    port = broker.pipes / "ingress.port"
+    deliveries, enough = [], threading.Event()
+
+    def load():
+        with kmq.Producer(port=lambda: int(port.read_text() or 0), producer="p", max_in_flight=500) as producer:
+            while not enough.is_set():
+                deliveries.append((b"m%d" % len(deliveries), producer.send("orders", b"m%d" % len(deliveries))))
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        until(lambda: tier(broker)["last_seq"] > 2000 * (1 + number % 5), "the copy follows", broker.log)
+        copied = tier(broker)["last_seq"]
+        broker.lose_disk()
+        last = len(deliveries) - 1
+        acked = [(value, each) for value, each in deliveries[: last + 1] if each.done]
+        done = broker.kmq("restore", "--yes")
+        assert done.returncode == 0, done.stderr
+        restored = wal.last_stored(str(broker.data))[0]
+        assert len(acked) > 1000 and restored >= copied
+        broker.up()
+        until(
+            lambda: len(deliveries) > last + 2000 and deliveries[last + 2000][1].done,
+            "the producer goes on",
+            broker.log,
+        )
+    finally:
+        enough.set()
+        thread.join()
+    stored = defaultdict(list)
+    for line in queue_of(broker):
+        stored[line.rpartition(b"|")[2]].append(record.seq_of(line))
+    for value, delivery in deliveries:
+        assert delivery.error is None
+        is_lost = (value, delivery) in acked and copied < delivery.seqs[0]
+        assert stored[value] == [*delivery.seqs] or (is_lost and not stored[value]), value
+    assert broker.kmq("verify").stdout.endswith("no damage\n")

@@ -1,20 +1,18 @@
 """A topic that is larger than the disk, as users have it: every door shows the same messages, whatever is killed or away."""
 
 import contextlib
-import http.client
 import json
 import os
-import re
-import shutil
 import signal
+import subprocess
 
 import pytest
 from brokers import Broker
-from grpc_client import Client as GrpcClient
-from kafka_peer import Peer
+from cold_doors import DOORS, by_grpc, by_http, by_log, empty_cache, port
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
 from waiting import until
 
-import kmq
 from kmq.log import reader, rows, segment
 
 COUNT = 30_000
@@ -53,78 +51,30 @@ def wait_until_cold(broker, topic="orders"):
     )
 
 
-def empty_cache(broker):
-    shutil.rmtree(f"{broker.data}/tier/cache", ignore_errors=True)
-
-
-def port(broker, name):
-    return int((broker.pipes / f"{name}.port").read_text())
-
-
-def by_lines(broker):
-    return broker.kmq("consume", "orders", "--from", "earliest").stdout.splitlines()
-
-
-def by_client(broker):
-    with kmq.Consumer("orders", port=port(broker, "egress"), group_id="python") as consumer:
-        return [message.value.decode() for _, message in zip(range(COUNT), consumer, strict=False)]
-
-
-def by_http(broker):
-    found = []
-    while len(found) < COUNT:
-        target = (
-            f"/api/topics/orders/consume?partition=0&offset={len(found)}&timeoutMs=60000&format=text&maxMessages=10000"
-        )
-        status, body = broker.get(target)
-        assert status == 200, body
-        found += [each["value"] for each in json.loads(body)["messages"]]
-    return found
-
-
-def by_grpc(broker):
-    found = []
-    with GrpcClient(port(broker, "grpc")) as client:
-        while len(found) < COUNT:
-            answer = client.fetch("orders", 0, {"offset": len(found)}, wait_ms=60_000, max_records=10_000)
-            found += [record.value.decode() for record in answer.records]
-    return found
-
-
-def by_kafka(broker):
-    found, offset = [], 0
-    with Peer(port(broker, "kafka")) as peer:
-        while offset < COUNT:
-            row = peer.fetch("orders", 0, offset, wait_ms=60_000)
-            assert row.error_code == 0 and row.high_watermark == COUNT
-            some = re.findall(rb"\d+ x{150}", bytes(row.records or b""))
-            found += [each.decode() for each in some]
-            offset += len(some)
-    return found
-
-
-def by_log(broker):
-    found, offset = b"", 0
-    while offset < COUNT:
-        connection = http.client.HTTPConnection("127.0.0.1", port(broker, "http"), timeout=60)
-        connection.request("GET", f"/v1/logs/orders/0/records?start={offset}")
-        answer = connection.getresponse()
-        assert answer.status == 200
-        found, offset = found + answer.read(), int(answer.headers["KMQ-Next-Offset"])
-        connection.close()
-    return [line.rpartition(b"|")[2].decode() for line in found.splitlines()]
-
-
-@pytest.mark.parametrize("door", [by_lines, by_client, by_http, by_grpc, by_kafka, by_log])
+@pytest.mark.parametrize("door", DOORS)
 def test_every_door_shows_the_same_messages_from_the_first_one_on(broker, door):
     empty_cache(broker)
-    assert door(broker) == WORDS
+    assert door(broker, "orders", COUNT) == WORDS
 
 
 def test_ends_sizes_and_objects_are_shown(broker):
     shown = json.loads(broker.kmq("topics", "show", "orders", "--json").stdout)
     [log] = shown["logs"]
     assert (log["first_offset"], log["last_offset"], log["messages"]) == (0, COUNT - 1, COUNT)
+    [row] = rows.of(f"{broker.data}/topics/orders/0").rows[-1:]
+    assert 0 < log["local_start"] <= row.next == log["tier_end"] and log["tier_objects"] > 3
+    [topic] = [
+        each
+        for each in json.loads(broker.kmq("topics", "list", "--json").stdout)["topics"]
+        if each["topic"] == "orders"
+    ]
+    assert topic["tier_bytes"] == log["tier_bytes"] > 3 << 20
+    assert f"{log['local_start']:,}" in broker.kmq("topics", "describe", "orders").stdout
+    status = json.loads(broker.kmq("tier", "status", "--json").stdout)
+    assert (status["partitions"], status["row_bytes"]) == (1, log["tier_bytes"])
+    assert status["rows"] == log["tier_objects"] and status["behind_bytes"] < 2 << 20
+    copy = json.loads(broker.kmq("status", "--json").stdout)["copy"]
+    assert (copy["objects"], copy["bytes"]) == (log["tier_objects"], log["tier_bytes"])
     assert shown["limits"]["tier"]["value"] == "on" and shown["limits"]["local_retention_bytes"]["value"] == 1 << 20
     objects = json.loads(broker.kmq("tier", "ls", "orders", "--json").stdout)
     assert objects[0]["from"] == "0" and {each["what"] for each in objects} == {"add orders/0"}
@@ -134,7 +84,7 @@ def test_ends_sizes_and_objects_are_shown(broker):
 
 
 def test_the_cache_stays_within_its_bounds(broker):
-    by_http(broker)
+    by_http(broker, "orders", COUNT)
     sizes = [
         os.path.getsize(f"{path}/{name}") for path, _, names in os.walk(f"{broker.data}/tier/cache") for name in names
     ]
@@ -145,7 +95,7 @@ def test_a_restart_finds_the_same_and_new_messages_follow(broker):
     broker.down()
     broker.up()
     assert reader.partition(str(broker.data), "orders", 0).first_offset == 0
-    assert by_grpc(broker) == WORDS
+    assert by_grpc(broker, "orders", COUNT) == WORDS
 
 
 def test_what_cannot_be_is_refused_by_name(broker):
@@ -178,12 +128,84 @@ def test_kills_of_the_copy_and_of_the_router_lose_nothing(broker):
     assert broker.kmq("verify").returncode == 0
 
 
-def test_truncating_moves_the_start_at_once_and_its_objects_are_dropped(broker):
-    end = rows.of(directory(broker)).rows[1].next
-    done = broker.kmq("topics", "truncate", "orders", "--partition", "0", "--before", str(end), "--yes")
+def test_old_records_come_back_to_the_disk(broker):
+    refused = broker.kmq("tier", "fetch", "killed")
+    assert refused.returncode == 78 and "kmq topics set killed local_retention_bytes=" in refused.stderr
+    assert broker.kmq("tier", "fetch", "killed", "--partition", "1").returncode == 78
+    assert broker.kmq("topics", "set", "killed", "tier=off").returncode == 0
+    before = broker.kmq("consume", "killed", "--from", "earliest").stdout
+    shown = json.loads(broker.kmq("topics", "show", "killed", "--json").stdout)["logs"][0]
+    assert 0 == shown["first_offset"] < shown["local_start"]
+    found = rows.of(directory(broker, "killed")).rows
+    done = broker.kmq("tier", "fetch", "killed")
+    assert done.returncode == 0 and done.stdout.endswith("bytes were fetched\n"), done.stderr
+    assert json.loads(broker.kmq("topics", "show", "killed", "--json").stdout)["logs"][0]["local_start"] == 0
+    assert rows.of(directory(broker, "killed")).rows == found
+    empty_cache(broker)
+    assert broker.kmq("consume", "killed", "--from", "earliest").stdout == before
+    assert not os.path.exists(f"{broker.data}/tier/cache/killed") and broker.kmq("verify").returncode == 0
+    assert broker.kmq("tier", "fetch", "killed").stdout == "topic killed: 0 bytes were fetched\n"
+
+
+def test_a_kill_of_the_command_or_a_broker_that_is_down_changes_nothing_for_readers(broker):
+    assert broker.kmq("topics", "set", "orders", "local_retention_bytes=").returncode == 0
+    process = subprocess.Popen(["kmq", "tier", "fetch", "orders"], env=broker.env, cwd=broker.root)
+    until(lambda: os.path.exists(f"{broker.data}/topics/.fetched/.owner"), "it has begun", broker.log)
+    process.kill()
+    process.wait()
+    broker.down()
+    done = broker.kmq("tier", "fetch", "orders")
     assert done.returncode == 0, done.stderr
-    assert reader.partition(str(broker.data), "orders", 0).first_offset == end
-    until(lambda: rows.of(directory(broker)).rows[0].base == end, "rows before the start are dropped", broker.log)
+    broker.up()
+    until(lambda: segment.listing(directory(broker))[0][0] == 0, "all is on the disk", broker.log)
+    empty_cache(broker)
+    assert by_log(broker, "orders", COUNT) == WORDS and not os.path.exists(f"{broker.data}/tier/cache")
+    assert broker.kmq("topics", "set", "orders", "local_retention_bytes=1MiB").returncode == 0
+    wait_until_cold(broker)
+
+
+def test_a_drill_with_all_records_is_read_without_the_store(broker, tmp_path):
+    until(lambda: json.loads(broker.kmq("tier", "status", "--json").stdout)["age"] == 0, "the copy is not behind")
+    done = broker.kmq("restore", "--drill", "--download", "--data", str(tmp_path / "drill" / "data"))
+    assert done.returncode == 0 and "not downloaded" not in done.stdout, done.stderr
+    drill = Broker(tmp_path / "drill")
+    try:
+        drill.up()
+        assert drill.kmq("produce", "orders", text="new\n").returncode == 0
+        assert drill.kmq("consume", "orders", "--from", "earliest").stdout.splitlines() == [*WORDS, "new"]
+        assert drill.kmq("verify").returncode == 0
+    finally:
+        drill.close()
+
+
+def test_the_objects_are_read_without_any_tool_of_kmq(broker):
+    objects = f"{broker.env['KMQ_TIER'].removeprefix('file://')}/*/topics/orders/*/0/*.log.gz"
+    done = broker.run("sh", "-c", f"cat {objects} | zcat | awk -F'|' '{{print $NF}}'")
+    assert sorted(done.stdout.splitlines()) == sorted(WORDS[: rows.of(directory(broker)).end])
+
+
+def test_deleting_records_up_to_the_middle_of_an_object_moves_the_start_at_once(broker):
+    """By Kafka's DeleteRecords. The object of the new start stays whole, the one before it is dropped."""
+    second = rows.of(directory(broker)).rows[1]
+    start = second.base + 7
+    admin = AdminClient({"bootstrap.servers": f"127.0.0.1:{port(broker, 'kafka')}"})
+    [done] = admin.delete_records([TopicPartition("orders", 0, start)]).values()
+    assert done.result(timeout=60).low_watermark == start
+    assert reader.partition(str(broker.data), "orders", 0).first_offset == start
+    until(lambda: rows.of(directory(broker)).rows[0] == second, "the row before the start is dropped", broker.log)
+    empty_cache(broker)
+    assert broker.kmq("consume", "orders", "--from", "earliest").stdout.splitlines() == WORDS[start:]
+
+
+def test_new_partitions_begin_without_rows_beside_those_that_have_some(broker):
+    start = reader.partition(str(broker.data), "orders", 0).first_offset
+    assert broker.kmq("topics", "set", "orders", "--partitions", "3", "--force").returncode == 0
+    words = [f"g{n}" for n in range(300)]
+    assert broker.kmq("produce", "orders", text="".join(f"{word}\n" for word in words)).returncode == 0
+    assert reader.partition(str(broker.data), "orders", 0).first_offset == start
+    assert not any(os.path.exists(rows.path_of(f"{broker.data}/topics/orders/{number}")) for number in (1, 2))
+    found = broker.kmq("consume", "orders", "--from", "earliest").stdout.splitlines()
+    assert sorted(found) == sorted([*WORDS[start:], *words])
 
 
 def test_after_the_loss_of_the_disk_history_is_read_from_the_store(broker):

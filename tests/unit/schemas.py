@@ -54,8 +54,9 @@ PROMETHEUS_RULE = {
     },
 }
 
-# Each file is parsed once: for every document anew it would be seconds of parsing megabytes of JSON.
+# Each file is parsed once, and the versions are listed once: for every document anew it would be seconds of CPU.
 utils.schema_contents = cache(utils.schema_contents)
+utils.all_versions = cache(utils.all_versions)
 
 
 def validate(document: dict[str, Any], version: str) -> None:

@@ -210,6 +210,7 @@ def test_guests_go_home_although_others_have_to_pass_theirs_on():
     assert moved(again, half, subscribers, partitions_of) == 0 and loads(again) == loads(given)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted(ASSIGNORS))
 def test_the_largest_group_is_assigned_in_bounded_time(name):
     """10,000 partitions of 200 topics; a member in ten subscribes to something of its own."""

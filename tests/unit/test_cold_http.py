@@ -61,6 +61,17 @@ def test_offsets_are_those_of_the_whole_partition(made, broker):
     assert cuts and cuts == sorted(cuts)
 
 
+def test_a_topic_says_what_lies_in_the_store_and_what_on_the_disk(made, broker):
+    [log] = json.loads(get(broker, "/api/admin/topics/t")[2])["partitions"]
+    found = made.rows()
+    assert (log["localStartOffset"], log["tierEndOffset"], log["tierObjects"]) == (
+        made.local()[0],
+        found[-1][1],
+        len(found),
+    )
+    assert log["startOffset"] == 0 and log["tierBytes"] == sum(map(len, made.sent[: found[-1][1]]))
+
+
 def test_a_long_poll_waits_for_the_store(made, broker):
     offset, found = 0, []
     while offset < 400:

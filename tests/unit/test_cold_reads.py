@@ -12,9 +12,9 @@ import pytest
 from fake_logger import FakeLogger
 from log_server import up
 from made_up import FIRST_TS
-from tiered import TieredBroker, lines
+from tiered import TieredBroker, cold_broker, lines
 
-from kmq.broker.stats import Incidents, Strangers
+from kmq.broker.stats import Incidents, StatsPage, Strangers
 from kmq.config.settings import load
 from kmq.gateway.core import cold as cold_module
 from kmq.gateway.core import partitions as partitions_module
@@ -30,10 +30,12 @@ from kmq.gateway.grpc.calls import Streams
 from kmq.gateway.grpc.podbus import PodBus
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service
+from kmq.gateway.server import Gateway
 from kmq.log import reader, rows
 from kmq.log.bounds import Bounds, measure
 from kmq.log.damage import DamageError
 from kmq.log.deleted_records import DeletedRecords
+from kmq.log.identity import open_data
 from kmq.log.rows import NotHereError
 from kmq.log.segment import SEQ, Limits
 from kmq.tier import cache as cache_module
@@ -458,12 +460,12 @@ def test_a_damaged_object_is_gone_at_once_with_its_index(cold, monkeypatch):
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-def run(data, scenario, url, has_settings=False):
-    with up(data, synced=COUNT) as found:
+def run(data, scenario, url, has_settings=False, count=COUNT, most_bytes=1 << 30):
+    with up(data, synced=count) as found:
 
         async def whole():
             partitions, waking = Partitions(data), Waking(Watermark(found.page))
-            cold = ColdReads(data, waking.wake, url, 1 << 30)
+            cold = ColdReads(data, waking.wake, url, most_bytes)
             fetching = Fetching(data, found.page, partitions, waking, cold=cold)
             try:
                 await (scenario(found.settings, fetching) if has_settings else scenario(fetching))
@@ -500,6 +502,29 @@ def test_hot_partitions_are_read_while_a_cold_one_is_fetched_in(tmp_path):
     run(made.data, scenario, f"file://{made.store.root}")
 
 
+def test_fifty_cold_consumers_share_a_cache_of_four_objects(tmp_path):
+    """Each begins elsewhere and reads to the end; none is starved by what others have fetched in."""
+    made = cold_broker(tmp_path, 1200)
+    assert len(made.rows()) > 12
+    largest = max(row.nbytes for row in rows.of(made.directory()).rows)
+
+    async def scenario(fetching):
+        partition = fetching.partitions.open("t", 0)
+
+        async def read(begin):
+            cursor, offset = Cursor(partition, begin), begin
+            while offset < 1200:
+                for at, line in await fetching.fetch([cursor], ALL._replace(wait_s=60.0), values, asyncio.Event()):
+                    assert (at, line + b"\n") == (offset, made.sent[offset])
+                    offset += 1
+
+        async with asyncio.timeout(120):
+            await asyncio.gather(*(read(17 * number) for number in range(50)))
+        assert fetching.cold.nbytes <= 4 * (largest + 1024) and not fetching.cold.waiting
+
+    run(made.data, scenario, f"file://{made.store.root}", count=1200, most_bytes=4 * (largest + 1024))
+
+
 def test_a_store_that_is_away_is_told_from_an_end(cold):
     broker = cold.broker
     os.rename(broker.store.root, f"{broker.store.root}-away")
@@ -519,6 +544,78 @@ def test_a_store_that_is_away_is_told_from_an_end(cold):
         assert found[0] == (0, broker.sent[0][:-1])
 
     run(cold.data, scenario, f"file://{broker.store.root}")
+
+
+def test_readers_who_wait_for_a_store_in_vain_are_counted_from_the_first(cold):
+    broker = cold.broker
+    os.rename(broker.store.root, f"{broker.store.root}-away")
+
+    async def scenario(settings, fetching):
+        page = StatsPage(settings.instance, open_data(cold.data), cold.data)
+        row, cursor = page.rows["gateway"], Cursor(fetching.partitions.open("t", 0), 0)
+        with pytest.raises(RequestRefused):
+            await fetching.fetch([cursor], ALL, values, asyncio.Event())
+
+        def is_said():
+            fetching.cold.publish(page)
+            return row.tier_failing_since
+
+        await until(is_said, "the store fails")
+        since = row.tier_failing_since
+        assert is_said() == since and fetching.cold.store.requests["get", "missing"]
+        os.rename(f"{broker.store.root}-away", broker.store.root)
+        await fetching.fetch([cursor], ALL._replace(wait_s=60.0), values, asyncio.Event())
+        await until(lambda: not is_said(), "no reader waits any more")
+        assert fetching.cold.store.received > 0
+
+    run(cold.data, scenario, f"file://{broker.store.root}", has_settings=True)
+
+
+def test_damage_of_an_object_is_said_with_topic_and_offsets_until_it_can_be_read(cold):
+    row = rows.of(cold.broker.directory()).rows[1]
+    path = f"{cold.broker.store.root}/{cold.broker.copier.lineage}/{row.key}"
+    os.rename(path, f"{path}-away")
+
+    async def scenario(settings, fetching):
+        page = StatsPage(settings.instance, open_data(cold.data), cold.data)
+        partition = fetching.partitions.open("t", 0)
+        for _ in range(2):
+            with pytest.raises(RequestRefused):
+                await fetching.run(partition.read, row.base, 1)
+            fetching.cold.publish(page)
+            assert page.rows["gateway"].tier_damaged == 1
+            assert page.note_of("gateway").startswith(f"offsets {row.base} to {row.next - 1} of t/0: ")
+        os.rename(f"{path}-away", path)
+        await fetching.run(partition.read, row.base, 1)
+        fetching.cold.publish(page)
+        assert page.rows["gateway"].tier_damaged == 0
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}", has_settings=True)
+
+
+def test_readers_who_wait_for_room_are_counted_from_the_first(cold, monkeypatch):
+    monkeypatch.setattr(cold_module, "_FULL_S", 1e9)
+    directory, found = cold.broker.directory(), rows.of(cold.broker.directory()).rows
+
+    async def scenario(settings, fetching):
+        page, reads = StatsPage(settings.instance, open_data(cold.data), cold.data), fetching.cold
+        reads._open()._most = 2 * found[0].nbytes  # half of it: one object
+        for row in found[:2]:
+            reads.want(NotHereError(directory, 1, row))
+
+        def is_said():
+            reads.publish(page)
+            return page.rows["gateway"].cache_full_since
+
+        await until(is_said, "the second has no room until the first was read")
+        since = is_said()
+        assert fetching.partitions.open("t", 0).read(found[0].base, 1)[0] == found[0].base
+        await until(lambda: not reads.waiting, "the second has room")
+        assert reads.cache_waits == 1 and is_said() == since
+        monkeypatch.setattr(cold_module, "_FULL_S", 0.0)
+        assert not is_said()
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}", has_settings=True)
 
 
 def test_an_object_that_is_gone_is_damage_and_neighbours_go_on(cold):
@@ -610,6 +707,26 @@ def test_a_store_that_fails_at_first_is_asked_again(cold, monkeypatch):
     run(cold.data, scenario, f"file://{cold.broker.store.root}")
 
 
+def test_an_object_that_came_altered_once_is_fetched_again(cold, monkeypatch):
+    get, altered = DirectoryStore.get, []
+
+    def flip_once(self, key):
+        content = b"".join(get(self, key))
+        if "/topics/" in key and not altered:
+            altered.append(key)
+            content = content[:50] + bytes([content[50] ^ 4]) + content[51:]
+        yield content
+
+    monkeypatch.setattr(DirectoryStore, "get", flip_once)
+    monkeypatch.setattr(cold_module, "_AGAIN_S", 0.01)
+
+    async def scenario(fetching):
+        assert (await fetching.run(fetching.partitions.open("t", 0).read, 0, 1))[0] == 0
+        assert altered
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}")
+
+
 def test_podbus_has_a_damaged_cached_object_fetched_once_more(cold):
     async def scenario(fetching):
         fetching._router.seq = COUNT
@@ -679,6 +796,31 @@ def test_what_lies_in_the_cache_at_a_start_gives_way_before_anything_is_read(col
         again.close()
 
     asyncio.run(scenario())
+
+
+def test_a_gateway_counts_its_cache_at_the_start_and_podbus_reads_and_heals_through_it(cold, tmp_path):
+    fetch(cold, 1)
+    ports = dict.fromkeys(("GRPC", "HTTP", "METRICS", "EGRESS", "STATUS", "KAFKA"), "0")
+    settings = {f"KMQ_{name}_PORT": port for name, port in ports.items()} | {
+        "KMQ_TIER": f"file://{cold.broker.store.root}",
+        "KMQ_PODBUS_TOPIC": "t",
+        "KMQ_PIPES": str(tmp_path),
+    }
+
+    async def scenario(found):
+        gateway = Gateway(found.settings, found.page, FakeLogger())
+        serving = asyncio.create_task(gateway.run())
+        await until(lambda: gateway.core.cold.nbytes == cold.cache.nbytes, "what lies there from before is counted")
+        assert not gateway.core.cold.fetched
+        first = await gateway.bus.consume(SimpleNamespace(offset=1), None)
+        harm(cold)
+        assert await gateway.bus.consume(SimpleNamespace(offset=1), None) == first and gateway.core.cold.fetched == 2
+        gateway.stopping.set()
+        await serving
+
+    with up(cold.data, synced=COUNT, **settings) as found:
+        found.page.rows["router"].seq = COUNT
+        asyncio.run(scenario(found))
 
 
 def test_without_a_store_or_a_cache_a_start_does_nothing(cold):

@@ -444,6 +444,7 @@ def cut_killed(data, seq, nth):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("seq", [0, 30, 40])
 def test_a_cut_that_is_killed_anywhere_leaves_a_valid_wal_and_is_finished_by_the_same_cut(data, tmp_path, seq):

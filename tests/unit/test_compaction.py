@@ -432,6 +432,7 @@ def test_a_lost_or_cut_compacted_segment_comes_back_from_the_wal_at_its_offsets(
     assert kept.items() <= after.items() <= before.items() and findings(data) == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_damaged_block_of_a_compacted_segment_is_healed_from_the_wal(data, seed):
     before = records(data)

@@ -3,11 +3,10 @@
 import asyncio
 import os
 import shutil
-import subprocess
-import sys
 from contextlib import asynccontextmanager
 from functools import partial
 
+import command_server
 import pytest
 from comparing import compared, run
 from fake_logger import FakeLogger
@@ -91,8 +90,7 @@ def test_the_command_says_what_is_equal_and_ends_with_1_where_something_differs(
     other = str(shutil.copytree(data, tmp_path / "other", symlinks=True))
 
     def verify(*directories):
-        argv = [sys.executable, "-m", "kmq", "cluster", "verify", *directories]
-        return subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        return command_server.run(["cluster", "verify", *directories], dict(os.environ), tmp_path, "", 60)
 
     equal = verify(data, other)
     assert equal.returncode == 0 and "append: 1 to 300 equal" in equal.stdout, equal.stderr

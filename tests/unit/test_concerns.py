@@ -111,6 +111,8 @@ TIMED = {  # the same with words that hold a moment: (process, seconds ago that 
     "clock_suspect": ("router", {"clock_suspect": 1}, {}, {"clock_offset": 1 << 62}),
     "hw_stands": ("replica", {"behind_since": 11}, {"behind_since": 5}, {}),
     "isr_small": ("replica", {"small_since": 61}, {"small_since": 50}, {}),
+    "tier_reads_fail": ("gateway", {"tier_failing_since": 70}, {"tier_failing_since": 30}, {}),
+    "tier_cache_full": ("gateway", {"cache_full_since": 70}, {"cache_full_since": 30}, {}),
 }
 AWAY = {"pid": 1, "state": STATES.index("starting"), "heartbeat": time.monotonic_ns}
 LEADING = {"pid": 1, "state": STATES.index("ready"), "role": ROLES.index("leading"), "version": 3, "in_isr": 1}
@@ -158,6 +160,48 @@ def test_each_reason_why_nothing_is_copied_is_a_finding_while_its_process_runs(p
     assert {*found(page)} == {f"tier_{problem}"}
     page.rows["tier"].heartbeat = ago(60)
     assert {*found(page)} == {"tier_behind"}
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """A machine may have been up for some minutes only."""
+    monkeypatch.setattr(concerns, "TIER_BEHIND_S", 0)  # beside KMQ_TIER_EVERY, a minute
+    monkeypatch.setattr(concerns, "TIER_DUE_S", 100)
+
+
+def test_old_records_that_wait_are_behind_by_their_share_of_the_local_limits_or_after_an_hour(page, soon):
+    row = page.rows["tier"]
+    set_words(row, **LIVING, behind_bytes=60 * MIB, local_limit=100 * MIB, due_since=ago(50))
+    assert found(page) == {}, "a turn later they are due no more"
+    row.due_since = ago(70)
+    assert "60 MiB of old records have waited on this disk for KMQ_TIER for 70 s" in found(page)["tier_behind"].why
+    row.behind_bytes = 50 * MIB
+    assert found(page) == {}
+    row.due_since = ago(110)
+    assert "KMQ_TIER_RATE" in found(page)["tier_behind"].advice
+    row.behind_bytes = 0
+    assert found(page) == {}
+
+
+def test_while_the_store_is_away_it_is_said_when_the_disk_will_be_full(page, soon):
+    row = page.rows["tier"]
+    set_words(row, **LIVING, oldest=date(7200), behind_bytes=60 * MIB, due_since=ago(110), failing_since=ago(130))
+    finding = found(page)["tier_behind"]
+    assert "no record of the last 2 hours" in finding.why and "60 MiB" in finding.why
+    assert "not answered for 2 min" in finding.why and "full" not in finding.why
+    page.rows["gateway"].full_in = 5 * 3600
+    assert found(page)["tier_behind"].why.endswith("the disk, or KMQ_DATA_QUOTA, is full in 5 hours")
+
+
+def test_damage_in_the_store_is_said_with_its_topic_and_offsets(page):
+    set_words(page.rows["tier"], **LIVING, standing=stats.TIER_PROBLEMS.index("damaged"))
+    page.write_note("tier", "damaged: 3 objects are missing, such as offsets 0 to 511 of orders/3")
+    assert found(page)["tier_damaged"].why.endswith(": 3 objects are missing, such as offsets 0 to 511 of orders/3")
+    page.rows["tier"].standing = 0
+    page.rows["gateway"].tier_damaged = 2
+    page.write_note("gateway", "offsets 512 to 1000 of orders/3: is missing")
+    finding = found(page)["tier_damaged"]
+    assert "2 objects" in finding.why and "offsets 512 to 1000 of orders/3" in finding.why
 
 
 @pytest.mark.parametrize("code", stats.TRENDS)

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from command_tree import every_command, is_group
+from syntax_trees import nodes
 
 from kmq import errors
 from kmq.broker import health
@@ -104,7 +105,7 @@ def _sources():
 
 def _logged(source):
     """The log events that a module writes: the first argument of what logs, where it is one word."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""

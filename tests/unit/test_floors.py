@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from syntax_trees import nodes, tree
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE, MAX_FUNCTION = 800, 60
@@ -81,15 +82,10 @@ def read_sources() -> dict[str, tuple[str, str]]:
 
 
 @cache
-def parsed(path: str, text: str) -> ast.Module:
-    return ast.parse(text, path)
-
-
-@cache
 def names_taken(importer: str, path: str, text: str) -> list[tuple[str, str]]:
     """What a module imports: (module, name) for each name of `from module import name`, (module, module) for `import module`."""
     pairs = []
-    for node in ast.walk(parsed(path, text)):
+    for node in nodes(text):
         if isinstance(node, ast.Import):
             pairs += [(alias.name, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -183,7 +179,7 @@ def defined(path: str, text: str) -> list[tuple[str, ast.AST]]:
                 yield dotted, child
             yield from inside(child, dotted)
 
-    return list(inside(parsed(path, text), ""))
+    return list(inside(tree(text), ""))
 
 
 def definitions(sources: dict[str, tuple[str, str]], kind: type[ast.AST] | tuple[type[ast.AST], ...]):
@@ -334,7 +330,7 @@ def has_callable(annotation: ast.AST | None) -> bool:
 def callable_names(path: str, text: str) -> tuple[set[str], set[str], set[str], set[str]]:
     """Names in a file: of functions, and of attributes: called, annotated as Callable, and those that are values."""
     functions, called, annotated, values = set(), set(), set(), set()
-    for node in ast.walk(parsed(path, text)):
+    for node in nodes(text):
         if isinstance(node, FUNCTIONS):
             functions.add(node.name)
         elif isinstance(node, ast.arg) and has_callable(node.annotation):
@@ -361,7 +357,7 @@ def set_later(sources: Sources) -> set[str]:
     found = set()
     for path, text in sources.values():
         functions = callable_names(path, text)[0]
-        for node in ast.walk(parsed(path, text)):
+        for node in nodes(text):
             for target in node.targets if isinstance(node, ast.Assign) else ():
                 is_own = getattr(getattr(target, "value", None), "id", "") in ("self", "cls")
                 if not isinstance(target, ast.Attribute) or is_own or target.attr not in (called - values) | annotated:

@@ -102,9 +102,11 @@ def random_parts(rng):
     return parts, lines
 
 
-def test_committing_any_prefix_and_framing_the_rest_gives_the_same_lines():
-    rng = random.Random(4)
-    for _ in range(300):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", range(3))
+def test_committing_any_prefix_and_framing_the_rest_gives_the_same_lines(seed):
+    rng = random.Random(seed)
+    for _ in range(100):
         parts, expected = random_parts(rng)
         way = Way()
         text = way.text(*parts)
@@ -131,9 +133,11 @@ def test_a_name_that_is_asked_for_is_answered_in_its_place_with_its_last_id():
     assert replies == [b"0 !last 0", b"1 !ack 2 102", b"0 !last 6", b"0 !last 6", b"3 !ack 3 104", b"17.2 0 !last 0"]
 
 
-def test_it_does_not_matter_how_the_text_arrives():
-    rng = random.Random(5)
-    for _ in range(500):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", range(5))
+def test_it_does_not_matter_how_the_text_arrives(seed):
+    rng = random.Random(seed)
+    for _ in range(100):
         parts, expected = random_parts(rng)
         steps, at = Steps(table(), randomly(rng)), 0
         text = steps.way.text(*parts)
@@ -440,9 +444,11 @@ def test_a_bad_message_among_many_connections_costs_one_more_look_at_each_at_mos
 # --- the same in the plainest words ------------------------------------------------------------------------------------
 
 
-def test_each_message_is_stored_once_with_its_own_seq_however_traffic_is_cut():
-    rng, kinds = random.Random(6), set()
-    for _ in range(400):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", range(4))
+def test_each_message_is_stored_once_with_its_own_seq_however_traffic_is_cut(seed):
+    rng, kinds = random.Random(seed), set()
+    for _ in range(100):
         parts, model = random_traffic(rng)
         steps = Steps(table(), randomly(rng), limits=rng.choice([ROOMY, BlockLimits(64, 8000), BlockLimits(1, 256)]))
         text, at = steps.way.text(*parts), 0
@@ -511,10 +517,12 @@ def test_a_batch_is_cut_into_blocks_of_so_many_messages(parts, max_count, found)
     assert cuts_of(LineBatch(1), BlockLimits(max_count, 1000)) == []
 
 
-def test_random_batches_are_cut_into_blocks_that_fit_and_are_not_too_small():
-    rng = random.Random(7)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_batches_are_cut_into_blocks_that_fit_and_are_not_too_small(seed):
+    rng = random.Random(seed)
     cut = 0
-    for _ in range(200):
+    for _ in range(50):
         parts, _ = random_traffic(rng, rng.choice([5, 60, 300]))
         max_count, max_bytes = rng.choice([64, 2048]), rng.choice([10_000, SMALLEST // 2])
         batch, _ = batch_of(*parts, limits=BlockLimits(max_count, max_bytes))
@@ -527,7 +535,7 @@ def test_random_batches_are_cut_into_blocks_that_fit_and_are_not_too_small():
         )  # replies are reckoned longer than they are: ten, not two
         assert len(found) <= 2 + 2 * total // max_count + 10 * total_bytes // max_bytes
         cut += len(found) > 1
-    assert cut > 100
+    assert cut > 20
 
 
 @pytest.mark.parametrize("is_received", [False, True])

@@ -34,6 +34,7 @@ from kmq.files import replace_file
 from kmq.gateway import ports as listeners
 from kmq.gateway.core import feed, metrics
 from kmq.gateway.core.broker import Broker, RequestRefused
+from kmq.gateway.core.cold import ColdReads
 from kmq.gateway.core.connection import ClientConnection
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Feed, Watermark
@@ -599,6 +600,7 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     ingress.certificate_until = ingress.disk_size = ingress.inodes_total = ingress.quota_limit = 1
     broker.page.rows["agent"].pid = broker.page.rows["replica"].pid = broker.page.rows["replica"].seq = 1
     broker.page.rows["tier"].pid = 1
+    broker.settings.tier = f"file://{broker.settings.data}/store"
     broker.page.publish_followers([("c", {"ack_delay_us": 1})])
     broker.settings.intakes = parse_intakes("5140=app")
     data = broker.settings.data
@@ -610,7 +612,9 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     async def lags():
         return [("g", "t", 0, 3, 1.5, 2)]
 
-    requests = metrics.Requests(lags)
+    cold = ColdReads(broker.settings.data, lambda _: None, broker.settings.tier, 1 << 30)
+    cold._open()
+    requests = metrics.Requests(lags, cold)
     requests.count("Produce", "OK", 0.003)
     requests.count_egress("CONSUME", "OK")
     requests.count_kafka("produce", "OK")

@@ -78,6 +78,7 @@ def payloads(rng, count):
     return [b"x" * rng.choice([0, 5, 30, 100, 700, 3000]) for _ in range(count)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", [0, 1, 12345])
 def test_every_offset_is_found_while_a_log_grows(tmp_path, first):
     rng = random.Random(first)

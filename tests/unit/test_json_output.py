@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from command_tree import every_command, is_group
+from syntax_trees import nodes
 from typer.testing import CliRunner
 
 from kmq.cli.app import app
@@ -16,26 +17,26 @@ ROOT = Path(__file__).parents[2]
 
 
 @cache
-def tree(module: str) -> ast.Module | None:
+def source(module: str) -> str | None:
     path = ROOT / (module.replace(".", "/") + ".py")
-    return ast.parse(path.read_text()) if path.exists() else None
+    return path.read_text() if path.exists() else None
 
 
 @cache
 def functions(module: str) -> dict[str, ast.FunctionDef]:
-    parsed = tree(module)
-    return {each.name: each for each in ast.walk(parsed) if isinstance(each, ast.FunctionDef)} if parsed else {}
+    text = source(module)
+    return {} if text is None else {each.name: each for each in nodes(text) if isinstance(each, ast.FunctionDef)}
 
 
 @cache
 def imports(module: str) -> dict[str, tuple[str, str]]:
     """Name → (module, "" or what of it) of the imports anywhere in a module."""
     found = {}
-    for each in ast.walk(tree(module)):
+    for each in nodes(source(module)):
         if isinstance(each, ast.ImportFrom) and each.module and each.level == 0:
             for name in each.names:
                 inner = f"{each.module}.{name.name}"
-                found[name.asname or name.name] = (inner, "") if tree(inner) else (each.module, name.name)
+                found[name.asname or name.name] = (inner, "") if source(inner) is not None else (each.module, name.name)
     return found
 
 

@@ -36,6 +36,7 @@ from kmq.gateway.kafka.wire import Key
 from kmq.log import topics
 from kmq.log.index import IndexWriter
 from kmq.log.segment import index_path, remove, survey
+from kmq.tier.store import DirectoryStore
 from kmq.wire.requests import TopicPartition
 
 CODECS = {0: None, 1: cramjam.gzip, 2: cramjam.snappy, 3: cramjam.lz4, 4: cramjam.zstd}
@@ -96,7 +97,6 @@ class Door:
         yield longest
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), self._loop).result(60)  # it has looked once more
         looking.cancel()
-        gc.unfreeze()
 
     def remembered(self):
         """The partitions that are remembered."""
@@ -834,6 +834,26 @@ def test_times_and_ends_are_those_of_the_whole_partition(tmp_path):
 
         assert (at(-2), at(-1)) == (0, 400)
         assert at(FIRST_TS // 1000) == 0
+
+
+def test_times_of_two_cold_partitions_are_looked_up_beside_each_other(tmp_path, monkeypatch):
+    made = cold_broker(tmp_path, partitions=2)
+    both, get = threading.Barrier(2), DirectoryStore.get
+
+    def slow(self, key):
+        if "/topics/" in key:  # it answers once both were asked for
+            both.wait(10)
+        return get(self, key)
+
+    monkeypatch.setattr(DirectoryStore, "get", slow)
+    with opened(made.data, KMQ_TIER=f"file://{made.store.root}") as (_, peer):
+        asked = [
+            {"partition_index": number, "timestamp": FIRST_TS // 1000, "current_leader_epoch": -1} for number in (1, 0)
+        ]
+        topics = [{"name": "t", "partitions": asked}]
+        [topic] = peer.ask(Key.LIST_OFFSETS, 5, replica_id=-1, isolation_level=0, topics=topics).topics
+        found = [(row.partition_index, row.error_code, row.offset) for row in topic.partitions]
+        assert found == [(1, 0, 0), (0, 0, 0)]
 
 
 def test_a_damaged_tier_hides_only_what_lies_before_the_disk_and_is_never_out_of_range(tmp_path):

@@ -50,6 +50,7 @@ def read(frame: bytes) -> Any:
     return wire.decode(found, view)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(("key", "version"), EVERY)
 def test_a_whole_request_is_read_field_by_field(key, version):
     rng = random.Random(version)
@@ -69,6 +70,7 @@ def test_a_request_that_was_cut_is_refused_wherever_that_is(key, version):
             read(frame[:length])
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(("key", "version"), EVERY)
 def test_a_spoiled_request_is_read_or_refused(key, version):
     rng = random.Random(version)
@@ -91,6 +93,7 @@ def test_a_spoiled_request_is_read_or_refused(key, version):
         tracemalloc.stop()
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(
     ("key", "version"),
     [each for each in EVERY if each.values[1] in (each.values[0].low, each.values[0].high, each.values[0].served)],

@@ -164,6 +164,7 @@ def worlds(tmp_path):
     os.close(raw)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_traffic_of_many_connections_is_the_models_whenever_the_framer_is_killed(worlds, monkeypatch, seed):
     rng, kills, blocks = random.Random(seed), 0, 0

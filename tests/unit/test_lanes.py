@@ -19,8 +19,7 @@ def test_once():
 """
 
 
-@pytest.fixture
-def project(tmp_path):
+def make_project(tmp_path):
     for name in ("kmq", "stages", "scripts", ".venv/bin", *(f"tests/{lane}" for lane in LANES)):
         (tmp_path / name).mkdir(parents=True)
     for lane in LANES:
@@ -35,6 +34,11 @@ def project(tmp_path):
     (tmp_path / "tests/quick_jvm.py").write_text("")
     (tmp_path / "tests/second-tries").write_text("2\nwhatever the real number is by now\n")
     return tmp_path
+
+
+@pytest.fixture
+def project(tmp_path):
+    return make_project(tmp_path)
 
 
 def run(project, **env):
@@ -56,6 +60,7 @@ def test_what_fails_once_is_named_and_passes(project):
     assert "assert was" in said.partition("run once more, alone")[0]  # the first report says why
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "bad",
     [
@@ -71,6 +76,7 @@ def test_what_does_not_pass_the_second_time_is_red(project, bad):
     assert code == 1 and "run once more" in said and "passed only the second time" not in said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "text", [ONCE + "\n".join(f"def test_{n}(): test_once.n{n}" for n in range(2)), "def test_good(\n"]
 )
@@ -92,70 +98,83 @@ def test_the_number_of_second_tries_is_the_first_line_of_its_file():
     assert 0 <= int(number) <= 5 and "may only fall" in meaning
 
 
-def test_each_file_is_run_by_one_lane_and_a_lane_that_is_through_goes_on_with_those_of_others(project):
-    counted = """
+COUNTED = """
 import os, time
 from pathlib import Path
 def test_counted():
-    with open(Path(__file__).parents[1] / "ran", "a") as ran:
-        ran.write(f"{Path(__file__).name} {os.environ['LANE_OWN'].split()[0]}\\n")
+    with open(Path(__file__).parents[1] / "counted", "a") as counted:
+        counted.write(f"{Path(__file__).name} {os.environ['LANE_OWN'].split()[0]}\\n")
     time.sleep(1)
 """
-    for number in range(6):
-        (project / f"tests/spark/test_counted{number}.py").write_text(counted)
-    code, said = run(project)
-    ran = [line.split() for line in (project / "tests/ran").read_text().splitlines()]
-    assert code == 0, said
-    assert sorted(name for name, _ in ran) == [f"test_counted{number}.py" for number in range(6)]
-    assert len({lane for _, lane in ran}) > 1
-    assert [f"cpu-seconds: lane {number}: " in said for number in range(3)] == [True] * 3
-
-
-def test_a_pytest_that_a_test_starts_runs_what_it_is_told_to(project):
-    nested = """
-import subprocess, sys
-def test_nested():
-    done = subprocess.run([sys.executable, "-m", "pytest", "tests/unit", "-q"], capture_output=True, text=True)
-    assert "1 passed" in done.stdout
-"""
-    (project / "tests/unit/test_nested.py").write_text(nested.replace("tests/unit", "tests/model"))
-    code, said = run(project)
-    assert code == 0, said
-
-
-def test_the_longest_files_of_a_folder_come_first_as_they_were_recorded(project):
-    noted = """
+NOTED = """
 import time
 from pathlib import Path
 def test_noted():
-    with open(Path(__file__).parents[1] / "ran", "a") as ran:
-        ran.write(f"{Path(__file__).stem}\\n")
+    with open(Path(__file__).parents[1] / "noted", "a") as noted:
+        noted.write(f"{Path(__file__).stem}\\n")
     time.sleep(%s)
 """
-    for name, seconds in (("test_a", 0), ("test_b", 0), ("test_c", 5.1)):
-        (project / f"tests/model/{name}.py").write_text(noted % seconds)
-    (project / "tests/durations").write_text("30 tests/model/test_b.py\n7 tests/model/test_c.py\n")
-    code, said = run(project, RECORD="1")
-    assert code == 0, said
-    assert (project / "tests/ran").read_text().split() == ["test_b", "test_c", "test_a"]
-    assert (project / "tests/durations").read_text() == "5 tests/model/test_c.py\n"
-
-
-def test_tests_of_a_file_that_pytest_takes_apart_are_all_run(project):
-    """As it does for a fixture of the session with parameters, between those of another file."""
-    fixture = "\n@pytest.fixture(scope='session', params=[1, 2])\ndef each(request):\n    return request.param\n"
-    with (project / "tests/conftest.py").open("a") as conftest:
-        conftest.write(fixture)
-    text = """
+NESTED = """
+import subprocess, sys
+def test_nested():
+    done = subprocess.run([sys.executable, "-m", "pytest", "tests/chaos", "-q"], capture_output=True, text=True)
+    assert "1 passed" in done.stdout
+"""
+FIXTURE = """
+import pytest
+@pytest.fixture(scope="session", params=[1, 2])
+def each(request):
+    return request.param
+"""
+APART = """
 from pathlib import Path
 def test_apart(each):
     (Path(__file__).parents[1] / f"{Path(__file__).stem}.{each}").touch()
 """
+
+
+@pytest.fixture(scope="module")
+def good_run(tmp_path_factory):
+    """(project, what was said) of one run in which all passes: a run is nine starts of Python."""
+    project = make_project(tmp_path_factory.mktemp("good"))
+    for number in range(6):
+        (project / f"tests/spark/test_counted{number}.py").write_text(COUNTED)
+    for name, seconds in (("test_a", 0), ("test_b", 0), ("test_c", 5.1)):
+        (project / f"tests/model/{name}.py").write_text(NOTED % seconds)
+    (project / "tests/durations").write_text("30 tests/model/test_b.py\n7 tests/model/test_c.py\n")
+    (project / "tests/unit/test_nested.py").write_text(NESTED)
+    with (project / "tests/conftest.py").open("a") as conftest:
+        conftest.write(FIXTURE)
     for name in ("test_one", "test_two"):
-        (project / f"tests/scenario/{name}.py").write_text(text)
-    code, said = run(project)
+        (project / f"tests/scenario/{name}.py").write_text(APART)
+    code, said = run(project, RECORD="1")
     assert code == 0, said
-    assert sorted(path.name for path in project.glob("tests/test_*.[12]")) == [
+    return project, said
+
+
+def test_each_file_is_run_by_one_lane_and_a_lane_that_is_through_goes_on_with_those_of_others(good_run):
+    project, said = good_run
+    counted = [line.split() for line in (project / "tests/counted").read_text().splitlines()]
+    assert sorted(name for name, _ in counted) == [f"test_counted{number}.py" for number in range(6)]
+    assert len({lane for _, lane in counted}) > 1
+    assert [f"cpu-seconds: lane {number}: " in said for number in range(3)] == [True] * 3
+
+
+def test_a_pytest_that_a_test_starts_runs_what_it_is_told_to(good_run):
+    assert "test_nested.py" in good_run[1], "NESTED passed"
+
+
+def test_the_longest_files_of_a_folder_come_first_as_they_were_recorded(good_run):
+    project, _ = good_run
+    assert (project / "tests/noted").read_text().split() == ["test_b", "test_c", "test_a"]
+    recorded = dict(reversed(line.split()) for line in (project / "tests/durations").read_text().splitlines())
+    assert int(recorded["tests/model/test_c.py"]) >= 5 and "tests/model/test_a.py" not in recorded
+    assert recorded.get("tests/model/test_b.py") != "30"
+
+
+def test_tests_of_a_file_that_pytest_takes_apart_are_all_run(good_run):
+    """As it does for a fixture of the session with parameters, between those of another file."""
+    assert sorted(path.name for path in good_run[0].glob("tests/test_*.[12]")) == [
         "test_one.1", "test_one.2", "test_two.1", "test_two.2",
     ]  # fmt: skip
 
@@ -179,18 +198,27 @@ def test_always(): pass
 """
     (project / "tests/unit/test_cases.py").write_text(text)
 
-    def chosen(seed):
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/unit/test_cases.py"]
-        env = {name: value for name, value in os.environ.items() if name != "SAMPLE_SEED"} | seed
-        env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=project, env=env)
-        assert done.returncode == 0, done.stdout
-        return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
-
-    runs = [chosen({"SAMPLE_SEED": str(number)}) for number in range(8)]
+    # Forks of one process that has imported pytest.
+    choose = """
+import os, sys, pytest
+for seed in sys.argv[1:]:
+    print("seed", flush=True)
+    if not os.fork():
+        os.environ["SAMPLE_SEED"] = seed
+        code = pytest.main(["--collect-only", "-q", "tests/unit/test_cases.py"])
+        sys.stdout.flush()
+        os._exit(code)
+    assert os.wait()[1] == 0
+"""
+    seeds = [*map(str, range(8)), "3", ""]
+    command, env = [sys.executable, "-c", choose, *seeds], os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=project, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, *texts = done.stdout.split("seed\n")
+    *runs, again, whole = [[line.partition("::")[2] for line in text.splitlines() if "::" in line] for text in texts]
     for names in runs:
         assert sum(name.startswith("test_case") for name in names) == 3 and "test_always" in names
         assert sum(name.startswith(("test_trial", "test_other")) for name in names) == 1
     assert {"test_seldom" in names for names in runs} == {True, False}
-    assert len({tuple(names) for names in runs}) > 1 and chosen({"SAMPLE_SEED": "3"}) == runs[3]
-    assert len(chosen({})) == 25
+    assert len({tuple(names) for names in runs}) > 1 and again == runs[3]
+    assert len(whole) == 25

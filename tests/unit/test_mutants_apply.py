@@ -37,7 +37,7 @@ def test_a_mutant_can_be_made_and_its_tests_are_there(mutant: Mutant) -> None:
     for path, old, new in mutant.edits:
         assert old in texts[path], f"{path}: {old!r} is not there; the mutant must follow the code"
         texts[path] = texts[path].replace(old, new)
-        ast.parse(texts[path])
+        compile(texts[path], path, "exec", dont_inherit=True)
     for test in mutant.tests:
         path, *names = test.split("::")
         assert (REPOSITORY / path).exists(), path

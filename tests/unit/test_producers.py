@@ -601,6 +601,7 @@ class OftenDeleted(AnyTopic):
         return is_exact and not seq % 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trials", [80, pytest.param(300, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("limits", "topics"),
@@ -778,6 +779,7 @@ def test_no_id_of_a_window_is_copied_between_two_batches_of_lines(data):
     assert again.load(data, 5000) == 5000 and again.window.ids == known.window.ids
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_a_snapshot_of_a_window_does_not_move_with_it(seed):
     """Whatever is forgotten or comes again before and while it is read."""

@@ -156,6 +156,7 @@ def build(data, lines, seed, limits=None):
     return files(data)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("lost", ["logs", "logs and checkpoint", "one log", "half of each", "indexes"])
 def test_what_is_rebuilt_from_the_wal_is_the_same_byte_for_byte(data, seed, lost, monkeypatch):
@@ -216,6 +217,7 @@ def small_segments(small_blocks, tmp_path_factory):
     return data
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 @pytest.mark.parametrize("damage", [gone, shortened, emptied, without_index])
 @pytest.mark.parametrize("which", ["first", "middle", "last", "last two", "all", "some"])

@@ -82,6 +82,7 @@ def logs(data, written):
     return lambda **how: both(shutil.copytree(written(**how), data, dirs_exist_ok=True))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("notes", NOTES)
 @pytest.mark.parametrize("unindexed", [0, 1, 300])
@@ -100,6 +101,7 @@ def test_every_lookup_finds_the_first_record_at_or_after(written_logs, cuts, not
         assert log.offset_of_seq(1 << 40) == log.offset_of_time(1 << 60) == log.end_offset()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("max_bytes", [1, 5000, 1 << 20])
 @pytest.mark.parametrize("unindexed", [0, 300])
@@ -117,6 +119,7 @@ def test_reading_on_and_on_gives_every_line_once(written_logs, cuts, max_bytes, 
         assert got == lines
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("records", [13, 20, 21, 100])  # in a segment: less than a block, and a few blocks
 @pytest.mark.parametrize("nbytes", [100, 4096, 10_000, 12_500, 40_000])
@@ -169,6 +172,7 @@ def damaged(text, rng):
     return text[:at]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("what", ["log", "idx"])
 def test_nothing_damaged_is_ever_served(logs, seed, what):

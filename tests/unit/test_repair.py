@@ -98,6 +98,7 @@ def test_a_whole_directory_has_no_findings(original):
     assert heal.repair(original) == []
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_damage_anywhere_is_found_and_healed(original, tmp_path, seed):
     rng = random.Random(seed)
@@ -167,6 +168,7 @@ def truth(original, tmp_path_factory):
     return {name: everything(log) for name, log in show.logs(data, "")}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_start_on_damage_is_refused_or_makes_nothing_worse(original, truth, tmp_path, seed):
     rng = random.Random(seed)

@@ -153,6 +153,7 @@ class Walk:
         await self.shard.until(lambda: all(broker.page.hw == len(logs[0]) >= end for broker in self.brokers))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_comes_between_three_brokers_what_is_committed_stays(tmp_path, seed):
     async def scene(shard, *brokers):

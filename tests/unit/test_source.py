@@ -298,10 +298,12 @@ def test_a_ring_that_is_not_there_is_waited_for_only_if_a_control_line_may_speak
 # --- the ring wraps ----------------------------------------------------------------------------------------------------
 
 
-def test_random_traffic_through_a_small_ring_is_the_models_however_it_is_cut_and_killed():
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_through_a_small_ring_is_the_models_however_it_is_cut_and_killed(seed):
     """Pieces are put as far as there is room, so they lie at both ends of the ring, at its very end and at its start."""
-    rng, kills, wraps = random.Random(11), 0, 0
-    for _ in range(60):
+    rng, kills, wraps = random.Random(seed), 0, 0
+    for _ in range(15):
         parts, model = random_traffic(rng, 120)
         way = Way(rng.choice([12 << 10, 20 << 10]))
         steps = KilledRandomly(rng, way=way, limits=BlockLimits(rng.choice([1, 8, 64]), rng.choice([256, 8000])))
@@ -316,7 +318,7 @@ def test_random_traffic_through_a_small_ring_is_the_models_however_it_is_cut_and
         assert steps.lines == model.lines
         assert one_by_one(steps.replies) == model.said
         kills += steps.kills
-    assert kills > 500 and wraps > 100
+    assert kills > 100 and wraps > 20
 
 
 def has_room(way, part):

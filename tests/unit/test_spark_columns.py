@@ -83,6 +83,7 @@ def random_line(rng, seq):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(40))
 def test_columns_are_what_each_line_says(seed):
     rng = random.Random(seed)

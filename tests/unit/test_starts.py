@@ -560,6 +560,7 @@ def killed(work, at):
     return status != 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", [n if n == 3 else pytest.param(n, marks=pytest.mark.soak) for n in range(1, 9)])
 @pytest.mark.parametrize("offset", [33, 60], ids=["inside", "end"])
 def test_a_kill_at_any_line_of_a_start_loses_nothing_and_brings_nothing_back(tmp_path, data, offset, part):

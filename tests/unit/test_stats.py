@@ -90,6 +90,22 @@ def test_rows_and_histograms_never_overlap(instance, tmp_path):
     assert os.path.getsize(page.path) == 8192
 
 
+def test_the_notes_lie_between_the_trends_and_the_last_row_and_are_cut_to_what_fits(instance, tmp_path):
+    page = StatsPage(instance, "abc", str(tmp_path))
+    for name in PROCESSES:
+        page.rows[name].copy_from([1000] * stats._ROW)
+    for code in stats.TRENDS:
+        page.publish_trend(code, 2000, 2001)
+    page.write_note("tier", "é" * 200)
+    page.write_note("gateway", "offsets 0 to 9")
+    assert (page.note_of("tier"), page.note_of("gateway")) == ("é" * 127, "offsets 0 to 9")
+    page.rows["gateway"].heartbeat = time.monotonic_ns()
+    assert page.trends() == dict.fromkeys(stats.TRENDS, (2000, 2001))
+    assert page.rows["tier"].words() == [1000] * stats._ROW
+    page.write_note("tier", "")
+    assert page.copy().note_of("tier") == "" and page.copy().note_of("gateway") == "offsets 0 to 9"
+
+
 def test_the_row_of_the_replica_moves_nothing_of_an_older_page(instance, tmp_path):
     page = StatsPage(instance, "abc", str(tmp_path))
     places = [page.rows[name] for name in PROCESSES[:6]] + [page.histogram(what) for what in TIMED.values()]

@@ -111,17 +111,25 @@ def test_how_far_the_copy_is_behind_is_said_in_the_table_and_in_the_document(pag
     copy = status.as_json(found)["copy"]
     assert (copy["seq"], copy["behind"], copy["problem"]) == (3000, 2000, "") and 29 < copy["age_s"] < 300
     out = io.StringIO()
-    monkeypatch.setattr(terminal, "console", lambda: Console(file=out, width=120))
+    monkeypatch.setattr(terminal, "console", lambda: Console(file=out, width=160))
     shown_status.show_table(found)
     assert "copied to seq 3,000, 2,000 msg behind" in out.getvalue()
     assert "copy=tier seq=3000 behind=2000" in status.logfmt(found)
+    assert "of topics" not in out.getvalue()
     row.oldest, row.standing = 0, TIER_PROBLEMS.index("fenced")
+    row.rows, row.row_bytes, row.behind_bytes = 4, 7 << 20, 5 << 20
     assert status.as_json(status.collect(load()))["copy"] == {
         "seq": 3000,
         "behind": 0,
         "age_s": 0.0,
         "problem": "fenced",
+        "objects": 4,
+        "bytes": 7 << 20,
+        "behind_bytes": 5 << 20,
     }
+    out.truncate(0)
+    shown_status.show_table(status.collect(load()))
+    assert "7 MiB of topics, 5 MiB behind" in out.getvalue()
 
 
 def test_a_broker_that_is_down_has_the_same_document(page):

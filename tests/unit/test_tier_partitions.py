@@ -11,6 +11,7 @@ from tiered import TieredBroker, lines
 
 from kmq.errors import ConfigError
 from kmq.log import dedupe_file, rows, segment, topic_changes
+from kmq.log.reader import LogReader
 from kmq.log.segment import Limits
 from kmq.tier import turn as turn_module
 from kmq.tier.commits import AheadError, decode_state
@@ -106,12 +107,51 @@ def test_segments_that_went_while_a_start_waited_for_room_are_not_counted_twice(
     assert tiering.due(at, state, limits, made.now_s, 100) == 0
 
 
+def test_a_long_backlog_is_not_searched_for_each_of_its_objects(made, monkeypatch):
+    """It was: a topic of a terabyte took hours before its first object."""
+    searched, cuts = [], LogReader.cuts
+    monkeypatch.setattr(LogReader, "cuts", lambda *arguments: searched.append(1) or cuts(*arguments))
+    made.send(*lines(2000))
+    made.turn()
+    assert len(made.state.logs["t/0", rows.of(made.directory()).life].rows) > 20 and len(searched) < 5
+
+
 def test_idle_partitions_cost_nothing(made):
     made.send(*lines(5))
     for _ in range(3):
         made.turn()
     assert not made.rows() and not made.state.logs
     assert not os.path.exists(rows.path_of(made.directory()))
+
+
+def test_what_local_limits_would_delete_is_behind_until_the_store_has_it(made):
+    made.send(*lines(400))
+    made.checkpoint()
+    made.store.is_away = True
+    with pytest.raises(StoreError):
+        made.copier.turn()
+    due = made.local()[:-3]  # three segments' bytes may stay, the active one's among them
+    sizes = [part.size for part in segment.survey(made.directory())][: len(due)]
+    found = made.copier.totals()
+    assert (found.rows, found.local_limit) == (0, 3 * SEGMENT) and len(due) > 3
+    assert sum(sizes[:-1]) <= found.behind_bytes <= sum(sizes)
+    made.store.is_away = False
+    made.turn()
+    held = rows.of(made.directory()).rows
+    assert made.copier.totals() == (len(held), sum(row.nbytes for row in held), 0, 3 * SEGMENT)
+
+
+def test_a_new_process_knows_what_is_behind_though_the_store_is_away(made):
+    made.send(*lines(400))
+    made.turn()
+    made.send(*lines(400, 400))
+    made.checkpoint()
+    before = made.copier.totals()
+    made.kill_copier()
+    made.store.is_away = True
+    with pytest.raises(StoreError):
+        made.copier.turn()
+    assert made.copier.totals() == before and 0 < before.behind_bytes < 50_000 and before.rows > 3
 
 
 def test_a_sealed_segment_that_is_due_goes_up_whatever_its_size_and_is_deleted_then(tmp_path):
@@ -375,13 +415,21 @@ def test_a_full_disk_deletes_what_the_store_has(made):
     made.send(*lines(400))
     made.turn()
     assert made.local()[0] == 0
-    made.lacks_room = True
+    made.shortage = 2 * SEGMENT
+    before = made.local()
+    made.queues.tick()
+    made.queues.settle()
+    assert made.local() == before[2:] and made.begin() == 0, "the oldest ones, and no more than are needed"
+    [said] = made.logger.of("room_from_tier")
+    assert (said["log"], said["segments"]) == ("topics", 2)
+    made.shortage = 1 << 40
     made.tick()
-    assert 0 < made.local()[0] <= made.rows()[-1][1] and made.begin() == 0
+    assert made.local()[-1] <= made.rows()[-1][1] + 40 and made.local()[0] <= made.rows()[-1][1]
 
 
 def lose_the_first_wal_segment(made):
     """Retention has taken the local WAL up to here; the ids of producers are known up to the end."""
+    made.limits = Limits(segment_bytes=SEGMENT, tier="on", retention_bytes=1, local_retention_bytes=3 * SEGMENT)
     made.wal.close()
     last = made.next_seq - 1
     with open(f"{made.data}/producers.ckpt", "wb") as file:

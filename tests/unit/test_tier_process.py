@@ -84,6 +84,9 @@ def test_it_copies_says_so_and_ends_when_it_is_told(alone):
     assert (shown["last_seq"], shown["problem"], shown["first_seq"]) == (200, "", 1)
     assert "wal" in alone.kmq("tier", "ls").stdout
     assert alone.kmq("tier", "verify", "--deep").exit_code == 0
+    until(lambda: alone.row().create_ok > 5, "requests are counted", alone.log)
+    row = alone.row()
+    assert row.get_ok and row.get_missing and row.received > 1000 and not row.get_failed + row.create_failed
     assert alone.end() == 0 and alone.row().state_name == "stopped" and "event=stopped" in alone.log()
     next(alone.store.glob("*/wal/*.gz")).unlink()
     done = alone.kmq("tier", "verify")
@@ -104,6 +107,8 @@ def test_a_store_that_is_away_is_waited_for(alone):
     until(lambda: "event=tier_store_away" in alone.log(), "it says so", alone.log)
     assert alone.row().failing_since and alone.process.poll() is None  # the log comes last
     assert (Path(alone.data) / "tier/status").read_text().startswith("away: ")
+    until(lambda: alone.row().create_failed, "failed requests are counted", alone.log)
+    assert peek(alone.instance).note_of(TIER).startswith("away: ")
     alone.store.unlink()
     until(alone.is_copied, "all is copied", alone.log)
     until(lambda: "event=tier_store_back" in alone.log() and not alone.row().failing_since, "it says so", alone.log)

@@ -5,26 +5,30 @@ import shutil
 
 import pytest
 from fake_logger import FakeLogger
-from tiered import TieredBroker, cold_broker, lines
+from tiered import TieredBroker, cold_broker, lines, read_all
 
+from kmq.broker import admission
 from kmq.config.settings import load
 from kmq.log import gaps, identity, reader, rows
-from kmq.log.rows import NotHereError
+from kmq.log.segment import Limits
 from kmq.router import fork
+from kmq.tier import fetch
 from kmq.tier.cache import TierCache
+from kmq.tier.fetch import NoRoomError
 from kmq.tier.restore import Restore, find_source
-from kmq.tier.store import get
+from kmq.tier.store import StoreError, get
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 COUNT = 400
 
 
-def restored(made, path, drill=False):
+def restored(made, path, drill=False, downloads=False):
     settings = load({"KMQ_DATA": str(path), "KMQ_SEGMENT_BYTES": "64 KiB"}, "none.toml")
-    Restore(made.store, find_source(made.store, "", "restore@here"), settings, FakeLogger(), lambda nbytes: None).run(
-        drill
+    again = Restore(
+        made.store, find_source(made.store, "", "restore@here"), settings, FakeLogger(), lambda nbytes: None
     )
+    again.run(drill, downloads)
     return opened(made, str(path))
 
 
@@ -37,22 +41,6 @@ def opened(made, data):
     again.next_seq = gaps.forks(data)[-1].seq + 1_000_000_000
     again.kill_copier()
     return again
-
-
-def read_all(made):
-    """Every record of the partition by offset, from the store where it lies there alone."""
-    log, cache = reader.partition(made.data, "t", 0), TierCache(made.data, made.store, 1 << 30)
-    found, offset = {}, log.first_offset
-    while True:
-        try:
-            first, text = log.read(offset)
-        except NotHereError as err:
-            cache.fetch(err.directory, err.life, err.row)
-            continue
-        if not text:
-            return found
-        found |= dict(enumerate(text.splitlines(keepends=True), first))
-        offset = first + text.count(b"\n")
 
 
 @pytest.fixture
@@ -88,8 +76,6 @@ def test_what_was_restored_goes_on_and_can_be_restored_itself(made, tmp_path):
 
 
 def test_a_partition_whose_records_all_lie_in_rows_comes_back_empty_at_their_end(tmp_path):
-    from kmq.log.segment import Limits
-
     broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096))
     broker.send(*lines(100))
     broker.turn()
@@ -106,6 +92,48 @@ def test_a_drill_names_the_objects_of_the_living_broker_and_writes_nothing(made,
     again = restored(made, tmp_path / "drill", drill=True)
     assert sorted(made.store.names("")) == keys and read_all(again) == dict(enumerate(made.sent))
     again.stop()
+
+
+@pytest.mark.parametrize("drill", [True, False])
+def test_what_is_downloaded_is_read_without_the_store(made, tmp_path, drill):
+    again = restored(made, tmp_path / "again", drill, downloads=True)
+    assert again.begin() == 0
+    again.queues.context.has_store = not drill
+    again.queues.use_limits(Limits(segment_bytes=4096, tier="on", local_retention_bytes=0 if not drill else 4096))
+    shutil.move(made.store.root, tmp_path / "away")
+    again.queues.tick()
+    again.queues.settle()
+    assert again.local()[0] == 0 and again.begin() == 0
+    found = dict(enumerate(b"".join(text for _, text in reader.local(again.data, "t", 0).chunks(0)).splitlines(True)))
+    assert found == dict(enumerate(made.sent))
+    again.kill()
+    again.start()
+    assert again.local()[0] == 0 and gaps.read(again.directory())
+    end = gaps.read(again.directory())[-1].to
+    again.send(*lines(5, begin=1000))
+    assert b"".join(text for _, text in reader.local(again.data, "t", 0).chunks(end)).count(b"\n") == 5
+    again.stop()
+
+
+def test_what_has_no_room_is_not_begun(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(admission.Admission, "shortage", lambda self: -1000)
+    keys = sorted(made.store.names(""))
+    with pytest.raises(NoRoomError, match="and 1,000 are free"):
+        restored(made, tmp_path / "again", downloads=True)
+    assert sorted(made.store.names("")) == keys and os.listdir(tmp_path / "again") == []
+
+
+def test_what_local_limits_would_delete_at_once_is_not_downloaded(made, tmp_path):
+    settings = load({"KMQ_DATA": str(tmp_path / "again"), "KMQ_TIER_TOPICS": "on"}, "none.toml")
+    again = Restore(
+        made.store, find_source(made.store, "", "restore@here"), settings, FakeLogger(), lambda nbytes: None
+    )
+    limits = Limits(tier="on", local_retention_bytes=4096)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fetch, "limits_of", lambda settings, data, topic: limits)
+        again.run(False, downloads=True)
+    assert len(again.left) == 1 and "kmq topics set t local_retention_bytes=" in again.left[0]
+    assert not os.path.exists(f"{settings.data}/topics/.fetched")
 
 
 def test_a_forked_directory_keeps_its_rows_and_tells_its_new_lineage_of_them(made, tmp_path):
@@ -126,3 +154,56 @@ def test_a_forked_directory_keeps_its_rows_and_tells_its_new_lineage_of_them(mad
     assert [row.key for row in again.state.logs["t/0", 1].rows][: len(keys)] == keys
     assert get(again.store, keys[0])
     again.stop()
+
+
+# --- a store that was away for too long -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["off", "on"])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_after_a_hole_in_the_copied_wal_each_record_comes_back_at_its_offset(tmp_path, tier, is_killed):
+    """The local WAL went while the store was away. A topic in the tier still comes back whole, because the disk has it."""
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier=tier))
+    broker.send(*lines(100))
+    broker.turn()
+    broker.store.is_away = True
+    broker.send(*lines(400, 100))
+    with pytest.raises(StoreError):
+        broker.turn()
+    broker.lose_wal_before(361)
+    broker.store.is_away = False
+    if is_killed:
+        broker.kill_copier()
+    broker.turn()
+    broker.stop()
+    again = restored(broker, tmp_path / "again")
+    begin = 0 if tier == "on" else 360
+    assert read_all(again) == dict(enumerate(broker.sent[begin:], begin))
+    again.stop()
+
+
+def test_a_kill_between_the_objects_after_a_hole_leaves_what_was_there_before(tmp_path):
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096), 8192)
+    broker.send(*lines(100))
+    broker.turn()
+    broker.send(*lines(400, 100))
+    broker.checkpoint()
+    broker.lose_wal_before(200)
+    for fates in range(1, 20):
+        broker.kill_copier()
+        broker.store.plan = [""] * fates + ["lost"]
+        try:
+            broker.copier.turn()
+        except StoreError:
+            pass
+        else:
+            break
+        broker.store.plan = []
+        drill = restored(broker, tmp_path / f"drill{fates}", drill=True)
+        found = read_all(drill)
+        assert found == dict(enumerate(broker.sent[:100])) or found == dict(
+            enumerate(broker.sent[min(found) :], min(found))
+        )
+        drill.stop()
+    assert fates > 5
+    broker.stop()

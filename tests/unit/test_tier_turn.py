@@ -13,6 +13,7 @@ from made_up import no_room
 from tier_stores import LyingStore
 
 from kmq.log import dedupe_file, reader, wal
+from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.router.queues import Queues
 from kmq.tier import turn as turn_module
@@ -58,6 +59,15 @@ def test_the_whole_wal_is_in_the_store_byte_for_byte(data, place):
     found = state(place, data)
     assert found.wal_end == 501 and found.files["router.ckpt"].number("seq") == 500
     assert {*found.files} >= {"router.ckpt", "format", "topics/orders/topic.toml"}
+    assert wal.copied_seq(str(data)) == 500
+
+
+def test_what_another_lineage_had_copied_counts_for_nothing(data, place):
+    copier(data, place).turn()
+    Path(data, "lineage").write_text(f"{'0' * 32}\n")
+    assert wal.copied_seq(str(data)) == 0
+    Path(data, "tier/wal").write_bytes(b"500")
+    assert wal.copied_seq(str(data)) == 0
 
 
 def test_where_the_wal_is_not_copied_nothing_but_the_claim_is_in_the_store(data, place):
@@ -262,7 +272,12 @@ def test_rows_of_the_wal_go_once_the_local_wal_and_the_files_do_without_them(tmp
         os.unlink(path)
         os.unlink(path.with_suffix(".idx"))
     first = int(segments[3].stem)
-    copying = copier(data, place)
+    copier(data, place).turn()
+    assert state(place, data).wal_first == 1, "it went to make room, not by a limit: the store keeps it"
+    expired = Limits(retention_age=3600.0)
+    copying = Copier(
+        data, place, FakeLogger(), TurnOptions(1 << 26, 0, lambda: wal.last_stored(data)[0], limits=lambda: expired)
+    )
     copying.turn()
     found = copying.commits.state
     assert found.wal[0].number("first") <= first and found.wal[0].number("last") >= first - 1 and found.wal_first > 1

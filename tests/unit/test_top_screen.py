@@ -143,6 +143,15 @@ def test_the_port_for_clients_of_kafka_shows_who_is_there_and_what_the_cache_giv
     assert "afka" not in "".join(drawn(without, "c", height=40) + drawn(without))
 
 
+def test_how_far_the_copy_is_is_said_where_there_is_one():
+    copy = {"seq": 12_345, "behind": 0, "age_s": 0.0, "problem": "", "objects": 0, "bytes": 0, "behind_bytes": 0}
+    assert "tier  seq 12345, 0 msg behind" in "".join(drawn(document(copy=copy)))
+    copy |= {"behind": 20_000, "age_s": 45.0, "bytes": 3 << 30, "behind_bytes": 1 << 20}
+    text = "".join(drawn(document(copy=copy)))
+    assert "20,000 msg behind for 45 s; topics 3.0 GiB, 1.0 MiB behind" in text
+    assert "tier" not in "".join(drawn(document(copy=None)))
+
+
 def test_a_broker_without_newer_values_is_drawn_with_a_dash_for_each():
     old = {"ready": True, "stages": [{"name": "framer", "state": "ready"}], "backlog": {"framed_messages": 7}}
     old |= {"reasons": [], "warnings": [{"code": "certificate_expires", "why": "soon", "advice": "renew"}]}

@@ -37,6 +37,7 @@ def broker(tmp_path):
 LOSSES = ["router.ckpt", "topics/others", "topics/.deletions"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("topic", "losses", "step"),  # of the lines, every step-th
     [

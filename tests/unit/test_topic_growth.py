@@ -89,8 +89,8 @@ def test_queues_of_a_grown_topic_come_back_byte_for_byte(broker, loss, is_repair
 @pytest.mark.parametrize(
     ("losses", "functions", "step"),
     [
-        ([], TRACED, 5),
-        (["router.ckpt"], TRACED, 5),
+        pytest.param([], TRACED, 5, marks=pytest.mark.sampled(1)),
+        pytest.param(["router.ckpt"], TRACED, 5, marks=pytest.mark.sampled(1)),
         (["router.ckpt"], {"_grow"}, 1),
         pytest.param([], TRACED, 1, marks=pytest.mark.soak),
         pytest.param(["router.ckpt"], TRACED, 1, marks=pytest.mark.soak),

@@ -196,6 +196,7 @@ def test_a_disk_that_fills_is_foretold_unless_half_of_it_is_free(seen, monkeypat
 
     monkeypatch.setattr(trends.os, "statvfs", lambda path: Disk)
     assert seen.look(40 * MINUTE, fills) == {}
+    assert 40 * 60 < seen.rows["gateway"].full_in < 60 * 60, "for those who know that it will go on"
     looks = seen.look(2 * MINUTE, fills)
     assert [*looks] == ["disk_fills"] and 30 * 60 < looks["disk_fills"][0] < 60 * 60
     Disk.f_bavail = 60 * GIB

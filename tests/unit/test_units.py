@@ -280,6 +280,7 @@ def test_a_first_line_is_read_as_it_is_written():
         parse_unit(b"!unit 1 %d" % (101 + UNIT_BYTES), 100)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_units_of_many_names_with_a_lie_now_and_then(tmp_path, seed):
     """Up to the first lie everything is as a model says, and nothing after it is taken."""
@@ -345,6 +346,7 @@ def test_the_framer_knows_that_it_is_within_a_unit_also_when_it_starts_anew():
     assert Parser(MAX, steps.known, steps.source, SMALL).begun(b"u|||\n" + other) == b""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_seqs_of_a_unit_follow_one_another_over_turns_and_kills(monkeypatch, seed):
     """Whatever the framer numbers of its own comes before or after a unit."""

@@ -6,15 +6,17 @@ import pathlib
 import random
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
 
 from kmq import files
 from kmq.errors import CorruptError
-from kmq.log import index, reader, remnant, segment, wal
+from kmq.log import identity, index, reader, remnant, segment, wal
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
+from stages.durability import Durability
 
 LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 90)) for n in range(1, 301)]
 
@@ -307,6 +309,48 @@ def test_old_segments_go_but_not_what_somebody_needs(data, limits, free, left):
     assert firsts(data) == (left if nothing_is_due else [301])
     log.close()
     assert {int(name[:20]) for name in os.listdir(f"{data}/append")} == set(firsts(data))
+
+
+@pytest.mark.parametrize(
+    ("copied", "free", "nbytes", "left"),
+    [
+        (300, 300, 1, [101, 201, 301]),  # no more than is lacking
+        (300, 300, 1 << 30, [201, 301]),  # the active segment is empty: the last record stays
+        (200, 300, 1 << 30, [201, 301]),
+        (199, 300, 1 << 30, [101, 201, 301]),
+        (300, 199, 1 << 30, [101, 201, 301]),
+        (0, 300, 1 << 30, [1, 101, 201, 301]),
+        (300, 300, 0, [1, 101, 201, 301]),
+    ],
+)
+def test_for_room_the_oldest_segments_go_that_the_store_has_and_nobody_needs(data, copied, free, nbytes, left):
+    identity.open_data(data)
+    roll_every(data, 100).close()
+    log = reopen(data, Limits(100))
+    assert firsts(data) == [1, 101, 201, 301] and log.make_room(lambda: free, 1 << 30) == []
+    if copied:
+        os.mkdir(f"{data}/tier")
+        wal.note_copied(data, copied)
+    gone = log.make_room(lambda: free, nbytes)
+    assert firsts(data) == left and len(gone) == 4 - len(left)
+    log.close()
+    log = reopen(data)
+    assert log.last_seq == 300 and everything(data, left[0]) == b"".join(stored(LINES)[left[0] - 1 :])
+    log.close()
+
+
+@pytest.mark.parametrize("url", ["", "file:///store"])
+def test_durability_asks_for_a_shortage_only_where_there_is_a_store(data, url):
+    job = Durability.__new__(Durability)  # without the links of a stage, which it does not need here
+    row, asked = SimpleNamespace(state_name="ready"), []
+    job.stage = SimpleNamespace(
+        page=SimpleNamespace(rows={"router": row}), settings=SimpleNamespace(data=data, tier=url)
+    )
+    job.wal, job.clock = reopen(data), SimpleNamespace(now_s=time.time)
+    job.admission = SimpleNamespace(shortage=lambda: asked.append(1) or 0)
+    job._retain()
+    assert len(asked) == bool(url)
+    job.wal.close()
 
 
 @pytest.mark.parametrize("step", ["remove", "settle", "sync_directory"])

@@ -323,6 +323,12 @@ def draw_pipeline(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
         if snapshot.kafka is not None:
             line.add(f"kafka {_whole(snapshot.kafka.port)}, {count(snapshot.kafka.connections)} connected")
         drawn.append(line)
+    if (copy := snapshot.copy) is not None:
+        age = f" for {duration(copy.age_s)}" if copy.behind else ""
+        text = f"seq {_whole(copy.seq)}, {count(copy.behind)} msg behind{age}"
+        if copy.bytes or copy.behind_bytes:  # in 80 columns
+            text += f"; topics {size(copy.bytes)}, {size(copy.behind_bytes)} behind"
+        drawn.append(ScreenLine("tier  ", "dim").add(text))
     return drawn
 
 

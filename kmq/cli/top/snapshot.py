@@ -79,6 +79,16 @@ class KafkaRow(NamedTuple):
     batches_from_lines: float | None  # and those that were made from lines
 
 
+class CopyRow(NamedTuple):
+    """What KMQ_TIER has."""
+
+    seq: float | None
+    behind: float | None  # messages that are on disk and not there
+    age_s: float | None  # of the oldest of them
+    bytes: float | None  # of old records of topics
+    behind_bytes: float | None  # of old records that wait on the disk
+
+
 class TopicRow(NamedTuple):
     """A topic by its rate."""
 
@@ -123,6 +133,7 @@ class TopSnapshot(NamedTuple):
     findings: list[FindingRow]
     intakes: list[IntakeRow]
     kafka: KafkaRow | None
+    copy: CopyRow | None
     topics: list[TopicRow]
     topics_total: int
     groups: list[GroupLagRow]
@@ -162,6 +173,7 @@ def parse(document: object, problem: str = "") -> TopSnapshot:
         findings=_findings(status),
         intakes=[_intake(row) for row in _rows(overview.get("intakes"))],
         kafka=_decode(KafkaRow, kafka) if (kafka := _map(status.get("kafka"))) else None,
+        copy=_decode(CopyRow, copy) if (copy := _map(status.get("copy"))) else None,
         topics=sorted(topics, key=lambda row: (-(row.rate or 0), -(row.bytes_rate or 0), row.topic)),
         topics_total=_count(overview.get("topics_total"), topics),
         groups=sorted(groups, key=lambda row: (-(row.lag or 0), row.group)),

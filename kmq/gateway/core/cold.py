@@ -7,7 +7,8 @@ Invariant   A reader that waits is never told that the log ends before it does, 
             object is requested once, however many readers wait for it. A waiting reader holds no thread, no open file
             and no share of the answers' budget. Hot reads need nothing of this module.
 Store away  The request is repeated while somebody waits; `failure` says why it takes so long.
-Damage      An object that is missing, or not what its row says, is damage of its records: `damage`, for each reader once.
+Damage      An object that is missing, or twice not what its row says, is damage of its records: `damage`, for each reader
+            once.
 Ahead       A reader that has read one object gets the next one before it asks.
 Room        What was fetched in gives way while the disk lacks room, also what lies there when the gateway starts.
 Cost        Two threads, from the first cold read on. At a start the cache, if there is one, is listed once.
@@ -22,6 +23,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from kmq.broker.stats import StatsPage
 from kmq.errors import ConfigError, KmqError
 from kmq.gateway.core.broker import RequestRefused
 from kmq.log import rows, segment
@@ -31,12 +33,15 @@ from kmq.logfmt import Logger
 
 if TYPE_CHECKING:  # a gateway without cold reads does not load the tier
     from kmq.tier.cache import TierCache
+    from kmq.tier.store import CountedStore
 
 WAIT_S = 20.0  # longest wait of a request that must answer
 _THREADS = 2
 _AGAIN_S = 2.0  # after a failure
 _WANTED_S = 60.0  # a failed object that nobody has asked for since is given up
 _TICK_S = 1.0
+_FULL_S = 5.0  # waits for room that follow each other so closely are one
+_MOST_DAMAGED = 1000
 
 
 class ColdObject:
@@ -48,7 +53,7 @@ class ColdObject:
     def __init__(self, err: NotHereError) -> None:
         self.err, self.path = err, os.path.dirname(rows.cached_path(err.directory, err.life, err.row))
         self.event = asyncio.Event()
-        self.failure, self.is_given_up = "", False
+        self.failure, self.is_given_up, self.is_in_doubt = "", False, False
         self.damage: DamageError | None = None
         self.wanted_at = time.monotonic()
 
@@ -82,13 +87,38 @@ class ColdReads:
         self._queue: SimpleQueue[ColdObject | None] = SimpleQueue()
         self._has_threads, self._opening = False, threading.Lock()
         self._cache: TierCache | None = None
+        self._store: CountedStore | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self.fetched = self.waits = 0  # for the metrics
+        self._damaged: set[str] = set()  # paths of objects that were missing or altered
+        self._note = ""  # of the last of them
 
     @property
     def nbytes(self) -> int:
         """Return how many bytes lie in the cache."""
         return 0 if self._cache is None else self._cache.nbytes
+
+    @property
+    def store(self) -> "CountedStore | None":
+        """Return the store; None before the first cold read."""
+        return self._store
+
+    @property
+    def cache_waits(self) -> int:
+        """Return how many objects had to wait for room in the cache."""
+        return 0 if self._cache is None else self._cache.waits
+
+    def publish(self, page: StatsPage) -> None:
+        """Write to the gateway's row what an operator must know of cold reads. Call it about once a second."""
+        row, now = page.rows["gateway"], time.monotonic_ns()
+        is_failing = any(found.failure for found in self._objects.values())
+        row.tier_failing_since = (row.tier_failing_since or now) if is_failing else 0
+        full_at = self._cache.full_at if self._cache is not None else None
+        is_full = full_at is not None and time.monotonic() - full_at < _FULL_S
+        row.cache_full_since = (row.cache_full_since or now) if is_full else 0
+        if row.tier_damaged != len(self._damaged):
+            page.write_note("gateway", self._note)
+            row.tier_damaged = len(self._damaged)
 
     @property
     def waiting(self) -> int:
@@ -165,11 +195,12 @@ class ColdReads:
 
     def _open(self) -> "TierCache":
         from kmq.tier.cache import TierCache
-        from kmq.tier.store import open_store
+        from kmq.tier.store import CountedStore, open_store
 
         with self._opening:
             if self._cache is None:
-                self._cache = TierCache(self._data, open_store(self._url), self._most)
+                self._store = CountedStore(open_store(self._url))
+                self._cache = TierCache(self._data, self._store, self._most)
             return self._cache
 
     def _count(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -185,21 +216,26 @@ class ColdReads:
             self.fetched += 1
             found.failure = ""
             self._objects.pop(found.path, None)
+            self._damaged.discard(found.path)
             self._ahead[found.path] = found, time.monotonic()
             found.event.set()
-        elif isinstance(err, ObjectError | MissingError):
+        elif isinstance(err, MissingError) or (isinstance(err, ObjectError) and found.is_in_doubt):
             self._objects.pop(found.path, None)
             found.damage = damage_of(found, err)
-            if self._log is not None:
-                names = {
-                    "topic": _topic_of(found),
-                    "first_offset": found.err.row.base,
-                    "last_offset": found.err.row.next - 1,
-                }
-                self._log.error("tier_object_damaged", **names, reason=err, effect="these records cannot be read")
+            self._note_damage(found, err)
         else:
+            found.is_in_doubt = isinstance(err, ObjectError)  # of what came: the store is asked once more
             self._failed(found, err)
         self._wake(found.err.directory)
+
+    def _note_damage(self, found: ColdObject, err: Exception) -> None:
+        row, (log, _) = found.err.row, rows.label_of(found.err.directory)
+        if len(self._damaged) < _MOST_DAMAGED:
+            self._damaged.add(found.path)
+        self._note = f"offsets {row.base} to {row.next - 1} of {log}: {err}"
+        if self._log is not None:
+            names = {"topic": log.rpartition("/")[0], "first_offset": row.base, "last_offset": row.next - 1}
+            self._log.error("tier_object_damaged", **names, reason=err, effect="these records cannot be read")
 
     def _failed(self, found: ColdObject, err: Exception) -> None:
         if not found.failure and self._log is not None:
@@ -264,7 +300,3 @@ def refusal(found: ColdObject) -> RequestRefused:
 def damage_of(found: ColdObject, err: BaseException) -> DamageError:
     row = found.err.row
     return DamageError(f"{found.path}/log", 0, row.nbytes, row.base, row.next, str(err))
-
-
-def _topic_of(found: ColdObject) -> str:
-    return found.err.directory.split("/")[-2]

@@ -29,6 +29,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import NamedTuple, TypeVar
 
 from kmq.broker.damage import Damaged
@@ -216,6 +217,7 @@ _REST_S = 5.0  # until the next look at a partition that cannot be read
 _LOOK_S = 0.5  # longest time until a waiting call notices that its client has gone
 
 T = TypeVar("T")
+_ANY_TIME: AbstractAsyncContextManager[object] = nullcontext()  # a turn that is always free
 
 
 class Limit(NamedTuple):
@@ -335,15 +337,19 @@ class Fetching:
         """Return how many calls wait for a message."""
         return len(self._waiting)
 
-    async def run(self, work: Callable[..., T], *arguments: object) -> T:
+    async def run(
+        self, work: Callable[..., T], *arguments: object, turn: AbstractAsyncContextManager[object] = _ANY_TIME
+    ) -> T:
         """Run work that reads files in a thread, and return its result. It runs again once what it needs is fetched in.
 
-        Raises RequestRefused (cold) if that takes too long.
+        `turn`: a lock that several works of one request share. They read files one after the other, and what they need
+        is fetched in for all of them at once. Raises RequestRefused (cold) if that takes too long.
         """
         deadline = 0.0
         while True:
             try:
-                return await self._run(work, *arguments)
+                async with turn:
+                    return await self._run(work, *arguments)
             except NotHereError as err:
                 deadline = deadline or time.monotonic() + WAIT_S
                 await self.wait_for_cold(err, deadline - time.monotonic())

@@ -30,13 +30,15 @@ import kmq
 from kmq.broker import status
 from kmq.broker.health import ALL_WARNINGS, REASONS, Verdict, judge, state_of
 from kmq.broker.histogram import BOUNDS_S, HistogramSnapshot
-from kmq.broker.stats import AGENT, PROCESSES, REPLICA, ROLES, STATES, TIER, Row
+from kmq.broker.stats import AGENT, PROCESSES, REPLICA, ROLES, STATES, TIER, TIER_REQUESTS, Row
 from kmq.broker.topic_rates import BusiestTopics
 from kmq.config.settings import STAGES
 from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.cold import ColdReads
 from kmq.links import layout, received
 from kmq.log import compaction, passes, segment, topics
 from kmq.log.passes import CompactedTopic, CompactedTopics, Pass
+from kmq.log.segment_reader import Segments
 from kmq.wire import refusals
 
 # --- from the stats page ---------------------------------------------------------------------------------------------
@@ -103,6 +105,31 @@ def _replica_role(scrape: "Scrape") -> Samples:
 def _tier_age(scrape: "Scrape") -> Samples:
     row = scrape.page.rows[TIER]
     return [((), max(0.0, time.time() - row.oldest) if row.oldest else 0.0)] if row.pid else []
+
+
+def _tier_behind(scrape: "Scrape") -> Samples:
+    row = scrape.page.rows[TIER]
+    return [((), (time.monotonic_ns() - row.due_since) / 1e9 if row.due_since else 0.0)] if row.pid else []
+
+
+def _tier_requests(scrape: "Scrape") -> Samples:
+    row, cold = scrape.page.rows[TIER], scrape.cold
+    for call, answer in TIER_REQUESTS if row.pid else ():
+        yield (TIER, call, answer), getattr(row, f"{call}_{answer}")
+    if cold is not None and cold.store is not None:
+        for (call, answer), count in [*cold.store.requests.items()]:
+            yield ("gateway", call, answer), count
+
+
+def _tier_received(scrape: "Scrape") -> Samples:
+    row, cold = scrape.page.rows[TIER], scrape.cold
+    found = [((TIER,), row.received)] if row.pid else []
+    return [*found, *([(("gateway",), cold.store.received)] if cold is not None and cold.store is not None else [])]
+
+
+def _cold(value: Callable[[ColdReads], float]) -> tuple[tuple[str, ...], Read]:
+    """Return no label, and the reader of a figure of the gateway's cold reads; absent without KMQ_TIER."""
+    return (), lambda scrape: [((), value(scrape.cold))] if scrape.cold is not None and scrape.settings.tier else []
 
 
 def _synced_age(scrape: "Scrape") -> Samples:
@@ -240,7 +267,7 @@ ROWS = (
     ),
     Metric(
         "kmq_cluster_epoch",
-        "Last message of the cluster's Broadcast Queue that this broker has processed.",
+        "Last message of the Broadcast Queue that this broker has processed.",
         *_single(AGENT, "epoch", "pid"),
     ),
     Metric(
@@ -300,7 +327,63 @@ ROWS = (
     ),
     Metric("kmq_tier_copied_seq", "Last record of the WAL that is in KMQ_TIER.", *_single(TIER, "seq", "pid")),
     Metric("kmq_tier_bytes_total", "Bytes that were sent to KMQ_TIER.", *_single(TIER, "bytes", "pid")),
+    Metric(
+        "kmq_tier_received_bytes_total",
+        "Bytes that came from KMQ_TIER: read back or compared (tier), fetched in for readers (gateway).",
+        _STAGE,
+        _tier_received,
+    ),
+    Metric(
+        "kmq_tier_requests_total",
+        "Requests to KMQ_TIER by call (create, get, names, delete) and answer (ok, missing, failed).",
+        ("stage", "call", "answer"),
+        _tier_requests,
+    ),
     Metric("kmq_tier_objects_total", "Objects that were made in KMQ_TIER.", *_single(TIER, "objects", "pid")),
+    Metric(
+        "kmq_tier_orphans_total",
+        "Objects that were deleted from KMQ_TIER because no commit names them.",
+        *_single(TIER, "orphans", "pid"),
+    ),
+    Metric("kmq_tier_rows", "Objects in KMQ_TIER with old records of topics, in force.", *_single(TIER, "rows", "pid")),
+    Metric("kmq_tier_row_bytes", "Bytes of lines in these objects.", *_single(TIER, "row_bytes", "pid")),
+    Metric(
+        "kmq_tier_behind_bytes",
+        "Bytes of old records that local limits would delete from the disk, and that are not in KMQ_TIER.",
+        *_single(TIER, "behind_bytes", "pid"),
+    ),
+    Metric(
+        "kmq_tier_behind_seconds",
+        "Time since when there are such records, without a break; 0: there are none.",
+        (),
+        _tier_behind,
+    ),
+    Metric(
+        "kmq_tier_local_limit_bytes",
+        "Sum of local_retention_bytes over all partitions with tier=on.",
+        *_single(TIER, "local_limit", "pid"),
+    ),
+    Metric("kmq_tier_cache_bytes", "Bytes of objects in tier/cache.", *_cold(lambda cold: cold.nbytes)),
+    Metric(
+        "kmq_tier_cache_reads_total",
+        "Reads of objects that are in tier/cache.",
+        *_cold(lambda cold: Segments.cold_reads),
+    ),
+    Metric(
+        "kmq_tier_cache_misses_total",
+        "Objects that a reader had to wait for, because they were not in tier/cache.",
+        *_cold(lambda cold: cold.waits),
+    ),
+    Metric(
+        "kmq_tier_cache_waits_total",
+        "Objects that had to wait for room in tier/cache.",
+        *_cold(lambda cold: cold.cache_waits),
+    ),
+    Metric(
+        "kmq_tier_cold_waiting",
+        "Objects that are being fetched in for readers of old records.",
+        *_cold(lambda cold: cold.waiting),
+    ),
     Metric("kmq_tier_commits", "Number of the last commit in KMQ_TIER.", *_single(TIER, "commits", "pid")),
     Metric(
         "kmq_errors_total",
@@ -558,8 +641,8 @@ DECLARED: list[tuple[str, str, tuple[str, ...]]] = [
 class Scrape(Collector):
     """One scrape: reads every metric of SCRAPED, all from one look at the page and the links."""
 
-    def __init__(self, broker: Broker) -> None:
-        self.settings, self.page = broker.settings, broker.page.copy()
+    def __init__(self, broker: Broker, cold: ColdReads | None = None) -> None:
+        self.settings, self.page, self.cold = broker.settings, broker.page.copy(), cold
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -599,8 +682,11 @@ def _family(timed: Timed, seen: HistogramSnapshot) -> Family:
 class Requests:
     """The metrics of requests, which the gateway counts itself."""
 
-    def __init__(self, lags: Callable[[], Awaitable[Iterable[Lag]]] | None = None) -> None:
-        """`lags` returns the lags of groups."""
+    def __init__(
+        self, lags: Callable[[], Awaitable[Iterable[Lag]]] | None = None, cold: ColdReads | None = None
+    ) -> None:
+        """`lags` returns the lags of groups. `cold`: reads of old records, which have counts of their own."""
+        self.cold = cold
         self.registry = CollectorRegistry()
         self._requests = Counter(*GRPC_REQUESTS, registry=self.registry)
         self._seconds = Histogram(*GRPC_SECONDS, registry=self.registry, buckets=_BUCKETS)
@@ -660,5 +746,5 @@ class Requests:
 def page(broker: Broker, requests: Requests) -> bytes:
     """Return all metrics as text. Reads files, so call it in a thread."""
     registry = CollectorRegistry()
-    registry.register(Scrape(broker))
+    registry.register(Scrape(broker, requests.cold))
     return generate_latest(registry) + generate_latest(requests.registry)

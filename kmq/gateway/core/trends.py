@@ -166,6 +166,8 @@ class Trends:
             rooms.append(_Room(now, left))
             filled_s = _filled_in(rooms) if left * 2 < size else None
             self._publish(code, None if filled_s is None else (filled_s, 0), now)
+        soon = [left_s for rooms in (self._disk, self._quota) if (left_s := _left_in(rooms, ROOM_NEAR_S)) is not None]
+        self._page.rows["gateway"].full_in = max(1, int(min(soon))) if soon else 0
 
     def _uncompacted(self) -> Figures:
         """Return the number of partitions in which a GiB has waited for a day, and how many bytes wait there."""
@@ -195,13 +197,18 @@ def _filled_in(rooms: Sequence[_Room]) -> int | None:
     now = rooms[-1].at
     found = []
     for span_s in (ROOM_NEAR_S, ROOM_FAR_S):
-        seen = [each for each in rooms if now - each.at <= span_s]
-        known_s = now - seen[0].at
-        left_s = _left_s(seen) if known_s >= ROOM_LEAST_S else None
+        left_s = _left_in(rooms, span_s)
+        known_s = now - next(each.at for each in rooms if now - each.at <= span_s)
         if left_s is None or left_s > min(DAY_S, _AHEAD * known_s):
             return None
         found.append(left_s)
     return max(1, int(max(found)))
+
+
+def _left_in(rooms: Sequence[_Room], span_s: float) -> float | None:
+    """Return in how many seconds the room is used up, by what was seen in the last `span_s`; None: never, or not known."""
+    seen = [each for each in rooms if rooms[-1].at - each.at <= span_s]
+    return _left_s(seen) if rooms[-1].at - seen[0].at >= ROOM_LEAST_S else None
 
 
 def _left_s(rooms: Sequence[_Room]) -> float | None:

@@ -46,6 +46,7 @@ from kmq.gateway.http.messages import MessageCalls
 from kmq.gateway.http.operations import ADMIN, CONSOLE, GROUPS, MESSAGES, register
 from kmq.gateway.http.request import Bodies, HttpCall, refuse_unknown_paths, response_of
 from kmq.gateway.http.schema import read_body
+from kmq.log.bounds import TieredSize
 
 # --- topics -----------------------------------------------------------------------------------------------------------
 
@@ -105,6 +106,7 @@ class Topics:
                 "bytes": size.nbytes,
                 "segments": size.segments,
                 **({"gaps": size.gaps} if size.gaps else {}),
+                **(_tiered(size.tier) if size.tier is not None else {}),
             }
             for size in await self._topics.sizes(topic)
         ]
@@ -117,6 +119,15 @@ class Topics:
     def _summary(self, topic: TopicState) -> dict[str, Any]:
         fixed = {"name": topic.name, "fromSeq": topic.from_seq, "replicationFactor": self._copies()}
         return fixed | {"partitioner": topic.partitioner} | topic.options
+
+
+def _tiered(size: TieredSize) -> dict[str, int]:
+    return {
+        "localStartOffset": size.local_start,
+        "tierEndOffset": size.end,
+        "tierObjects": size.rows,
+        "tierBytes": size.nbytes,
+    }
 
 
 def _options(body: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import UUID
 
 from kmq.broker.stats import Incidents
@@ -570,22 +570,24 @@ class FetchHandler:
     # --- ListOffsets, OffsetForLeaderEpoch ---------------------------------------------------------------------------
 
     async def _list_offsets(self, call: Call) -> Fields:
-        topics = []
-        for topic in call.body.topics:
-            rows = []
-            for part in topic.partitions:
-                place = TopicPartition(topic.name, part.partition_index)
-                epoch = getattr(part, "current_leader_epoch", UNKNOWN)
-                work = self._tried, call, place, epoch, self._offset_at, place, part.timestamp
-                try:
-                    code, found = await self._core.fetching.run(*work)
-                except RequestRefused as err:  # its records lie in KMQ_TIER, which takes too long
-                    code, found = wire.code_of(err), None
-                timestamp, offset = found or (UNKNOWN, UNKNOWN)
-                row = {"partition_index": place.partition, "error_code": code, "timestamp": timestamp, "offset": offset}
-                rows.append(row | {"leader_epoch": self._epoch() if offset >= 0 else UNKNOWN})
-            topics.append({"name": topic.name, "partitions": rows})
-        return {"topics": topics}
+        turn = asyncio.Lock()
+
+        async def look_up(place: TopicPartition, part: Any) -> Fields:
+            epoch = getattr(part, "current_leader_epoch", UNKNOWN)
+            work = self._tried, call, place, epoch, self._offset_at, place, part.timestamp
+            try:
+                code, found = await self._core.fetching.run(*work, turn=turn)
+            except RequestRefused as err:  # its records lie in KMQ_TIER, which takes too long
+                code, found = wire.code_of(err), None
+            timestamp, offset = found or (UNKNOWN, UNKNOWN)
+            row = {"partition_index": place.partition, "error_code": code, "timestamp": timestamp, "offset": offset}
+            return row | {"leader_epoch": self._epoch() if offset >= 0 else UNKNOWN}
+
+        async def of_topic(topic: Any) -> Fields:
+            rows = (look_up(TopicPartition(topic.name, part.partition_index), part) for part in topic.partitions)
+            return {"name": topic.name, "partitions": await asyncio.gather(*rows)}
+
+        return {"topics": await asyncio.gather(*map(of_topic, call.body.topics))}
 
     def _offset_at(self, place: TopicPartition, timestamp: int) -> tuple[int, int]:
         """Return (timestamp, offset) of the first record with this time or a later one; -1 if there is none."""

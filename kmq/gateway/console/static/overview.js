@@ -86,7 +86,10 @@ function pipeline(doc) {
 function copy(found) { // off the machine, in KMQ_TIER
   if (!found) return null;
   const behind = [" · ", shown("span", "behind", found.behind), " msg behind, the oldest of them ", shown("span", "age_s", found.age_s, duration(found.age_s))];
+  const topics = [" · ", shown("span", "tier_bytes", found.bytes, bytes(found.bytes)), " of topics there"];
+  const due = [" · ", shown("span", "behind_bytes", found.behind_bytes, bytes(found.behind_bytes)), " of old messages wait on the disk"];
   return [" · copied to seq ", shown("span", "copied", found.seq), found.behind ? behind : " · nothing is behind",
+    found.objects ? topics : null, found.behind_bytes ? due : null,
     found.problem ? ` · ${found.problem}` : ""];
 }
 

@@ -15,12 +15,16 @@ const PAGE = 50;
 const FOLLOWED = 200; // rows of a topic that is followed: a reader sees a few dozen
 
 function sizes(topic) {
-  const heads = [["Partition"], ["First offset", "n"], ["End offset", "n"], ["Bytes", "n"], ["Files", "n"]];
+  const tiered = topic.partitions.some((one) => one.tierEndOffset !== undefined);
+  const heads = [["Partition"], ["First offset", "n"], ["End offset", "n"], ["Bytes", "n"], ["Files", "n"],
+    ...(tiered ? [["First on disk", "n"], ["End in the store", "n"], ["Bytes there", "n"]] : [])];
   const rows = topic.partitions.map((one) => h("tr", { "data-key": String(one.partition), "data-partition": String(one.partition) },
     h("th", { scope: "row" }, String(one.partition)),
     ...["startOffset", "endOffset"].map((name) => shown("td", name, one[name], null, { class: "n" })),
     shown("td", "bytes", one.bytes, bytes(one.bytes), { class: "n" }),
-    shown("td", "segments", one.segments, null, { class: "n" })));
+    shown("td", "segments", one.segments, null, { class: "n" }),
+    tiered ? ["localStartOffset", "tierEndOffset"].map((name) => shown("td", name, one[name], null, { class: "n" })) : null,
+    tiered ? shown("td", "tierBytes", one.tierBytes, bytes(one.tierBytes), { class: "n" }) : null));
   return [
     h("details", { class: "options", "data-key": "options" }, h("summary", null, `Options and ${count(rows.length, "partition")}`),
       h("dl", { class: "facts" }, Object.entries({ ...OPTIONS, partitioner: "Partitioner" }).filter(([name]) => topic[name] !== undefined)
