@@ -309,7 +309,9 @@ class Model:
             demand(is_next, f"{offset} shown before {other} of its key is done")
 
     def doubt(self, state: State, offset: int) -> State:
-        """Nobody can say how the last delivery ended."""
+        """Nobody can say how the last delivery ended. A message that is gone frees its key then."""
+        if offset < state.low:
+            return remember(state, offset, DONE)
         row = row_of(view(state), offset)
         times = (row.doubt if row else 0) + 1
         return remember(state, offset, SINGLE if times >= ALONE else DOUBTED)
@@ -391,12 +393,7 @@ class Model:
                 yield f"worker {worker} dies", self.die(state, worker)
         for offset, message in enumerate(state.memory):
             if message.state == IN_DOUBT:
-                over = end_holds(state, offset)
-                is_gone = offset < state.low
-                yield (
-                    f"grace of {offset} is over",
-                    remember(over, offset, DONE) if is_gone else self.doubt(over, offset),
-                )
+                yield f"grace of {offset} is over", self.doubt(end_holds(state, offset), offset)
         yield from self.put_aside(state)
         yield from self.disturb(state)
 
@@ -717,6 +714,7 @@ CONFIGS = {
     "key": Model(keys="aa", kills=1, deaths=1),
     "key, lapse": Model(keys="aa", lapses=1, kills=1),
     "keys": Model(n=3, keys="aba", lapses=1),
+    "keys, retention": Model(3, keys="aba", deaths=1, events=("retention",)),
     "key, retention": Model(keys="aa", kills=1, lapses=1, events=("retention",)),
 }
 

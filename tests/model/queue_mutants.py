@@ -282,6 +282,16 @@ MUTANTS = [
         "key, retention",
         edited(("if memory[low].state in busy else", "if False else")),
     ),
+    Mutant(
+        "a message that is gone is in doubt",
+        "keys, retention",
+        edited(
+            (
+                "        if offset < state.low:\n            return remember(state, offset, DONE)\n        row",
+                "        row",
+            )
+        ),
+    ),
     # --- lives
     Mutant(
         "rows and bits of an older life count",
