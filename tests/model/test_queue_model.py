@@ -10,7 +10,7 @@ import pytest
 from queue_model import ALONE, CONFIGS, DELIVERIES, DONE, IN_HAND, Model, explore, walk
 from queue_mutants import MUTANTS, breaks
 
-STATES, WALKS = 8_000, 1500
+STATES, WALKS = 8_000, 1000
 
 
 @pytest.mark.sampled(5)
