@@ -132,16 +132,24 @@ def verify(
     """Check every byte on disk, also of a running broker. Exit code 0: no damage; 1: damage; 65: damage beyond repair.
 
     --repair rebuilds the WAL from the queues, queues from the WAL, and indexes
-    from the data; the rebuilt files equal the lost ones byte by byte. Records
+    from the data; the rebuilt files equal the lost ones byte by byte. What the
+    WAL does not have any more of old records comes from KMQ_TIER. Records
     that no copy holds any more are named by seq in the directory quarantine.
     """
     from kmq.broker import damage
+    from kmq.cli import tier
     from kmq.repair import verify as check
 
     data, settings = existing_data(), load()
     with counting("checked {task.completed:,.0f} MB") as advance:
         checked = check.run(
-            data, only or [], repair, as_json, lambda nbytes: advance(nbytes / _MB), settings.ring_bytes
+            data,
+            only or [],
+            repair,
+            as_json,
+            lambda nbytes: advance(nbytes / _MB),
+            settings.ring_bytes,
+            tier.access(settings),
         )
     damage.report(settings, checked.damage, checked.is_complete)
     raise typer.Exit(checked.code)

@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from functools import partial
+from collections.abc import Mapping
+from functools import cache, partial
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,10 @@ from kmq.config import terminal
 from kmq.config.settings import Settings, load
 from kmq.errors import EXIT_FAILED, ConfigError
 from kmq.log import identity
+from kmq.log.rows import TierFile, TierRow, cached_path
+from kmq.repair.objects import NO_TIER, TierAccess
 from kmq.tier import objects
+from kmq.tier.cache import TierCache
 from kmq.tier.commits import CommitLine, CommitLog, DamagedError, TierState
 from kmq.tier.store import MissingError, Store, open_store
 from kmq.tier.turn import DIRECTORY, Leadership, Nonces, claim_line, compare, full_key
@@ -38,6 +42,34 @@ def _open() -> tuple[Settings, Store, CommitLog]:
     commits = CommitLog(store, identity.lineage(data), f"{identity.read(data, 'id')}@{os.uname().nodename}")
     commits.read()
     return settings, store, commits
+
+
+def access(settings: Settings) -> TierAccess:
+    """Return what `kmq verify --repair` needs of KMQ_TIER, which is opened once something is needed of it."""
+    if not settings.tier:
+        return NO_TIER
+
+    @cache
+    def opened() -> tuple[Store, TierCache]:
+        store = open_store(settings.tier)
+        return store, TierCache(settings.data, store, settings.tier_cache)
+
+    checked: set[str] = set()  # what the gateway has left there may be damaged, so it is fetched anew
+
+    def fetch(directory: str, life: int, row: TierRow) -> None:
+        path = os.path.dirname(cached_path(directory, life, row))
+        try:
+            if path not in checked:
+                opened()[1].remove(path)
+            opened()[1].fetch(directory, life, row)
+            checked.add(path)
+        except MissingError as err:  # the store answers, and has not lost all
+            raise objects.ObjectError(str(err)) from err
+
+    def logs() -> Mapping[tuple[str, int], TierFile]:
+        return CommitLog(opened()[0], identity.lineage(settings.data), "").read().logs
+
+    return TierAccess(fetch, logs)
 
 
 @tier_app.command(epilog=examples("kmq tier status", "kmq tier status --json"))
@@ -116,7 +148,7 @@ def verify(
     for row in commits.state.rows():
         if fault := _fault(store, commits.lineage, row, deep):
             faults += 1
-            print(f"{' '.join(filter(None, [row.verb, row.name]))} {row.values.get('first', '')}: {fault}")
+            print(f"{row.what}: {fault}")
     state: TierState = commits.state
     print(f"{len(state.rows())} objects up to seq {state.wal_end - 1}: {faults or 'no'} damaged or missing")
     if faults:

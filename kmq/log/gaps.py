@@ -19,17 +19,19 @@ Invariant   In every partition of a topic of users the records with a seq from t
             Topics whose names begin with `__` have no gaps: only KMQ reads them, always from the start.
 Crash       Every file is replaced atomically. `tier` is on disk before the segment after the gap is made. A start makes
             that segment again, and a lost `tier`, from `restored`. `restored` has a copy, topics/.restored.
+Damage      While `tier` is damaged the gaps are those between segments. Before the first segment nobody reads then.
 Not covered A segment before a gap that loses its end together with `tier`: the copy in the WAL shows the loss to verify.
 """
 
 import os
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kmq.files import replace_file
-from kmq.log import dropped, index, rows, twins
+from kmq.log import dropped, index, rows, segment, twins
 from kmq.log.damage import DamageError
 from kmq.log.rows import FILE
+from kmq.log.segment import Segment
 
 NAME = "restored"
 COPY = "topics/.restored"
@@ -99,11 +101,27 @@ def of_wal(data: str) -> Gaps:
 
 
 def read(directory: str) -> Gaps:
-    """Return the gaps of a partition, in order; () if it has none, or if a line of `tier` is damaged."""
+    """Return the gaps of a partition, in order. If `tier` is damaged, those between its segments: before the first one
+    nobody is shown anything then.
+    """
     try:
         return tuple(Gap(*pair) for pair in rows.of(directory).gaps)
     except DamageError:
-        return ()
+        log, data = rows.label_of(directory)
+        found = forks_of(forks(data), log.rpartition("/")[0])
+        return tuple(between(segment.survey(directory), found, None)) if found else ()
+
+
+def between(segments: Sequence[Segment], found: Forks, cold_end: int | None) -> Iterator[Gap]:
+    """Yield the gaps of a log by its segments: the segment after a gap has the offset of a fork.
+
+    `cold_end`: where the rows before the first segment end; 0 without rows, None if that is not known.
+    """
+    offsets = {fork.offset for fork in found}
+    for number, part in enumerate(segments if found else ()):
+        end = segment.end_of(segments[number - 1]) if number else cold_end
+        if part.first in offsets and end is not None and end < part.first:
+            yield Gap(end, part.first)
 
 
 def parse(content: bytes, log: str) -> Gaps | None:
@@ -113,10 +131,15 @@ def parse(content: bytes, log: str) -> Gaps | None:
 
 
 def write(directory: str, life: int, found: Sequence[Gap]) -> None:
-    """Put these gaps into `tier`, which keeps its rows; it is on disk when this returns."""
+    """Put these gaps into `tier`, which keeps its rows; it is on disk when this returns.
+
+    A damaged file stays if it may have had rows: it is laid out again, and `restored` has the gaps.
+    """
     log, data = rows.label_of(directory)
     content = rows.content_of(directory)
     before = None if content is None else rows.parse(content, log)
+    if content is not None and before is None and rows.may_exist(data):
+        return
     if before is None or before.life != life:
         before = rows.empty(index.lineage_of(data), log, life)
     before.gaps = tuple((gap.first, gap.to) for gap in found)

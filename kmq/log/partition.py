@@ -23,8 +23,8 @@ from kmq.files import AppendFile, Buffer, WaitForRoom, make_directory, point_sym
 from kmq.log import gaps, reader, rows, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.gaps import Forks, Gap, Gaps
-from kmq.log.index import IndexWriter, last_before, line_end
-from kmq.log.segment import Limits, Segment, count_lines
+from kmq.log.index import IndexWriter, line_end
+from kmq.log.segment import Limits, Segment
 from kmq.message import record
 
 
@@ -335,16 +335,4 @@ def end_offset(data: str, topic: str, partition: int) -> tuple[int, int]:
     segments = segment.survey(directory_of(data, topic, partition))
     if not segments:
         return 0, 0
-    return segment_end(segments[-1]), sum(part.size for part in segments)
-
-
-def segment_end(part: Segment) -> int:
-    """Return the offset after the last whole line of a segment, from its index and the lines after that."""
-    fd = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        offset, position = last_before(segment.index_path(part.path), part.size, 1 << 62)
-        if offset < 0:
-            offset, position = part.first, 0
-        return offset + count_lines(fd, position, part.size)
-    finally:
-        os.close(fd)
+    return segment.end_of(segments[-1]), sum(part.size for part in segments)

@@ -12,11 +12,12 @@ from collections import namedtuple
 
 from kmq.errors import CorruptError
 from kmq.files import find_nul, find_tail
-from kmq.log import gaps, index, segment
+from kmq.log import gaps, index, rows, segment
+from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
 from kmq.log.gaps import Forks, Gap, Gaps
 from kmq.log.index import last_before
-from kmq.log.partition import PartitionState, segment_end
+from kmq.log.partition import PartitionState
 from kmq.log.segment import Segment, count_lines
 from kmq.message import record
 
@@ -97,19 +98,23 @@ def recover(
 
 
 def find_gaps(directory: str, segments: list[Segment], forks: Forks) -> tuple[Gaps, bool]:
-    """Return the gaps of a log, and if some were not in its `tier`: the segment after a gap has the offset of a fork."""
+    """Return the gaps of a log, and if they have to be written again: the segment after a gap has the offset of a fork."""
+    if not forks:
+        return (), False
     offsets = {fork.offset for fork in forks}
-    found = {gap.to: gap for gap in gaps.read(directory) if gap.to in offsets} if forks else {}
-    lost = {}
-    for number, part in enumerate(segments if forks else ()):
-        end = segment_end(segments[number - 1]) if number else 0
-        if part.first in offsets - found.keys() and end < part.first:
-            lost[part.first] = Gap(end, part.first)
+    cold_end: int | None
+    try:
+        file = rows.of(directory)
+        cold_end = file.end or 0
+        found = {to: Gap(first, to) for first, to in file.gaps if to in offsets}
+    except DamageError:
+        found, cold_end = {}, None if rows.may_exist(rows.label_of(directory)[1]) else 0
+    lost = {gap.to: gap for gap in gaps.between(segments, forks, cold_end) if gap.to not in found}
     # A kill came before the segment after a gap was made: what was noted for it is noted again.
     there = [
         gap for gap in found.values() if not any(gap.first < each.to and each.first < gap.to for each in lost.values())
     ]
-    return tuple(sorted([*there, *lost.values()])), bool(lost)
+    return tuple(sorted([*there, *lost.values()])), bool(lost) and cold_end is not None
 
 
 class FilePlace(namedtuple("FilePlace", ("number", "byte"))):

@@ -19,7 +19,7 @@ Crash       Lines are appended and synced at once, or the file is replaced. A li
 Readers     see rows only below the first local segment, and from `start` on. Rows that do not lead up to the first local
             segment without a hole are not seen at all.
 Damage      Nobody reads or begins before the first local segment, until the rows are laid out again. What lies on the disk
-            is read as ever.
+            is read as ever. The same where the file was lost: a start of the router writes one that says nothing.
 Memory      The parsed files that were read last, some hundred bytes a row.
 """
 
@@ -35,6 +35,7 @@ from kmq.files import replace_file
 from kmq.log.damage import DamageError
 
 FILE = "tier"  # in the directory of a partition
+UNKNOWN = b"kmq-tier 1 unknown\n"  # the file was lost: read as damaged until its rows are laid out again
 CACHE = "tier/cache"  # below the data directory: objects that were fetched in
 _MOST_CACHED = 1000  # parsed files
 
@@ -271,6 +272,20 @@ _cache: dict[str, tuple[tuple[int, int, int], TierFile]] = {}  # by path: inode,
 
 def path_of(directory: str) -> str:
     return f"{directory}/{FILE}"
+
+
+def may_exist(data: str) -> bool:
+    """Return True if kmq.tier has run in a data directory, so that partitions may have rows."""
+    return os.path.isdir(f"{data}/tier")
+
+
+def is_known(directory: str) -> bool:
+    """Return False if the file of a partition is damaged, or was lost."""
+    try:
+        of(directory)
+    except DamageError:
+        return False
+    return True
 
 
 def label_of(directory: str) -> tuple[str, str]:

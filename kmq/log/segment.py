@@ -19,7 +19,7 @@ from kmq.config.settings import SETTINGS, Settings
 from kmq.config.values import FOREVER, GIB, parse_duration
 from kmq.errors import ConfigError
 from kmq.files import FULL, AppendFile, WaitForRoom, find_tail, sync_directory
-from kmq.log.index import IndexWriter
+from kmq.log.index import IndexWriter, last_before
 from kmq.log.rows import FILE
 from kmq.message import record
 
@@ -119,6 +119,18 @@ def last_seq(of: Segment) -> int:
     with open(of.path, "rb") as file:
         tail = find_tail(file.fileno(), of.size, is_stored)
     return record.seq_of(tail.last) if tail.last else 0
+
+
+def end_of(part: Segment) -> int:
+    """Return the offset after the last whole line of a segment, from its index and the lines after that."""
+    fd = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        offset, position = last_before(index_path(part.path), part.size, 1 << 62)
+        if offset < 0:
+            offset, position = part.first, 0
+        return offset + count_lines(fd, position, part.size)
+    finally:
+        os.close(fd)
 
 
 def _cleanup(text: str) -> str:

@@ -9,7 +9,8 @@ Bytes that cannot be healed go unchanged to `quarantine/<segment>.<byte>`, and `
 file, byte and seqs. In a queue each lost record leaves a bare newline, as in compaction, so every offset stays. In the
 WAL, where a record has its seq, nothing is left. The alternative was to leave the block in place, where every reader
 would refuse it for ever: consumers would stop before it, and a router that must replay it would never start. So the
-loss is reported once, by name, the bytes are kept, and the broker runs.
+loss is reported once, by name, the bytes are kept, and the broker runs. Where old records of a partition lie in KMQ_TIER,
+its objects are the third copy (objects.py), and nothing is left in a queue that they do not have.
 
 Owner       The caller holds append/.owner and topics/.owner: the broker is down.
 Crash       The next repair continues with the rest; see rewriting.py and places.py. If both copies of a record change,
@@ -25,10 +26,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
 
-from kmq.errors import CorruptError
+from kmq.errors import CorruptError, KmqError
 from kmq.files import QUARANTINE, replace_file
 from kmq.log import checkpoint, dedupe_file, deletions, dropped, gaps, reader, rows, segment, topics, wal
-from kmq.log.damage import DamageError
 from kmq.log.partition import EMPTY, PartitionState, directory_of
 from kmq.log.partition_recovery import find_gaps
 from kmq.log.reader import FoundRecord
@@ -39,19 +39,10 @@ from kmq.message.routing import Topic
 from kmq.repair import small_files
 from kmq.repair.copies import Copies, Difference
 from kmq.repair.directory import At, DataDirectory
+from kmq.repair.objects import NO_TIER, TierAccess, TierObjects
 from kmq.repair.places import SegmentLocator
 from kmq.repair.rewriting import Healed, Line, Patch, Rewriter, ranges
 from kmq.repair.scan import Candidates, Records, Scan, ScannedBlock, confirmed_lines
-
-
-def _end_of_rows(directory: str) -> int:
-    """Return where the rows of a partition end; 0 without any."""
-    try:
-        found = rows.of(directory)
-    except DamageError:
-        return 0
-    return found.rows[-1].next if found.rows else 0
-
 
 # --- the WAL from the queues -----------------------------------------------------------------------------------------
 # A record is trusted if it lies in a block with a right crc, or if both copies are the same. So damaged parts of the
@@ -63,8 +54,9 @@ def _end_of_rows(directory: str) -> int:
 class WalHealer:
     """One run over the WAL."""
 
-    def __init__(self, directory: DataDirectory, rewriter: Rewriter) -> None:
+    def __init__(self, directory: DataDirectory, rewriter: Rewriter, objects: TierObjects) -> None:
         self.directory, self.rewriter, self.data = directory, rewriter, directory.data
+        self.objects = objects
         self._unwitnessed: list[int] = []  # seqs of the current segment that no other copy or crc confirms
 
     def heal(self, end: int) -> None:
@@ -79,7 +71,10 @@ class WalHealer:
             patches = self._patches(scan, until)
             if patches or scan.wrong or scan.unindexed:
                 self._unwitnessed = []
-                self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=self._unwitnessed)
+                try:
+                    self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=self._unwitnessed)
+                except KmqError as err:
+                    self.rewriter.leave(scan.path, str(err))
 
     def _oldest(self) -> int:
         """Return the first seq of a WAL that has no readable record.
@@ -121,8 +116,11 @@ class WalHealer:
         """Yield the records of a patch, in order."""
         low, high = patch.first_seq, patch.last_seq
         evidence = Candidates(scan, patch.blocks, low, high)
-        logs = map(self.directory.queue, self.directory.queues())
-        merged = self._merged(patch, heapq.merge(*(self._between(log, low, high) for log in logs)), evidence)
+        copies = [self._between(self.directory.queue(at), low, high) for at in self.directory.queues()]
+        unnamed = (seq for first, last in self._unnamed(low, high) for seq in range(first, last + 1))
+        if not all(seq in evidence.proven for seq in unnamed):
+            copies += [self._in_objects(at, low, high) for at in self.directory.queues()]
+        merged = self._merged(patch, heapq.merge(*copies), evidence)
         if not patch.blocks:
             yield from merged
             return
@@ -148,6 +146,10 @@ class WalHealer:
                     text = evidence.unindexed[seq]
                     self._unwitnessed.append(seq)
                 yield Line(seq, text)
+
+    def _in_objects(self, at: At, low: int, high: int) -> Iterator[tuple[int, bytes, bool]]:
+        """Yield the same of the records that only an object has."""
+        return self.objects.lacking(at, self.rewriter.scans(self.directory.queue(at)), low, high)
 
     def _between(self, log: reader.LogReader, low: int, high: int) -> Iterator[tuple[int, bytes, bool]]:
         """Yield (seq, line, True if a checksum confirms it) of the records low…high of a queue, in order."""
@@ -184,9 +186,11 @@ def _last_in(scan: Scan, bad: list[ScannedBlock], last_seq: int, at_most: int) -
 class QueueHealer:
     """Heals one partition."""
 
-    def __init__(self, directory: DataDirectory, rewriter: Rewriter, topic: str, number: int) -> None:
+    def __init__(
+        self, directory: DataDirectory, rewriter: Rewriter, objects: TierObjects, topic: str, number: int
+    ) -> None:
         self.directory, self.rewriter, self.data = directory, rewriter, directory.data
-        self.number = number
+        self.objects, self.number, self.at = objects, number, (topic, number)
         self.log = reader.local(self.data, topic, number)
         self.table = topics.table(self.data)
         self.topic = self.table.get(topic.encode()) or Topic(topic, 1, 1)
@@ -200,21 +204,27 @@ class QueueHealer:
     def heal(self) -> None:
         """Rewrite each segment that is damaged or not indexed."""
         row = self.directory.load_checkpoint()[1].get((self.topic.name, self.number))
-        if self.gaps != self.log.gaps():
+        is_lost = not rows.is_known(self.log.directory) and not rows.may_exist(self.data)
+        if is_lost or self.gaps != self.log.gaps():
             gaps.write(self.log.directory, self.topic.from_seq, self.gaps)
             self.rewriter.report(rows.path_of(self.log.directory), "written again")
         self._make_front(row)
         self._make_after_gap(row)
         for at in range(len(self.rewriter.scans(self.log))):
             scans = self.rewriter.scans(self.log)  # scan again: a healed segment tells where the next one begins
-            scans[at], unwitnessed = self._compared(scans[at])
-            scan = scans[at]
-            patches = self._patches(scans, at, row or EMPTY)
-            if patches is None:
-                what = "not healed: neither router.ckpt nor a start says which record of the WAL is its first"
-                self.rewriter.report(scan.path, what)
-            elif patches or scan.wrong or scan.unindexed:
-                self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=unwitnessed)
+            try:
+                self._heal_segment(scans, at, row or EMPTY)
+            except KmqError as err:  # of the WAL, if that could not be healed, or of the store
+                self.rewriter.leave(scans[at].path, str(err))
+
+    def _heal_segment(self, scans: list[Scan], at: int, row: PartitionState) -> None:
+        scans[at], unwitnessed = self._compared(scans[at])
+        scan, patches = scans[at], self._patches(scans, at, row)
+        if patches is None:
+            what = "not healed: neither router.ckpt nor a start says which record of the WAL is its first"
+            self.rewriter.report(scan.path, what)
+        elif patches or scan.wrong or scan.unindexed:
+            self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=unwitnessed)
 
     def _make_front(self, row: PartitionState | None) -> None:
         """Make an empty segment, to be filled, if the first segments are missing. `row`: the queue in router.ckpt."""
@@ -222,7 +232,9 @@ class QueueHealer:
         start = row.start if row else self.begins if self.has_rest or not segments else segments[0][0]
         if not row and segments:
             start = max(start, min(checkpoint.highest(self._starts()), segments[0][0]))
-        if (end := _end_of_rows(self.log.directory)) and (segments or row):  # what rows have is not rebuilt
+        if self.objects.file(self.at) is None:  # nothing is rebuilt of which it is not known whether rows have it
+            start = max(start, min(segments[0][0] if segments else start, row.start if row else start))
+        elif (end := self.objects.end(self.at)) and (segments or row):  # what rows have is not rebuilt
             start = max(start, min(end, segments[0][0] if segments else row.end_offset if row else 0))
         if (segments and segments[0][0] > start) or (not segments and row and row.end_offset > start):
             replace_file(f"{directory_of(self.data, self.topic.name, self.number)}/{segment.name(start)}", b"")
@@ -326,6 +338,19 @@ class QueueHealer:
         high = self.wal_end if patch.is_end else min(patch.last_seq, self.wal_end)
         low = max(patch.first_seq, self.wal_first)
         records = evidence.proven | self._from_wal(low, high)
+        seqs = self._wanted(scan, patch, records)
+        lacks_some = low > patch.first_seq if patch.records is None else len(seqs) < patch.records
+        if lacks_some and (begin := scan.first if patch.offset is None else patch.offset) < self.objects.end(self.at):
+            end = reader.NEVER if patch.offset is None or patch.records is None else begin + patch.records
+            records |= self.objects.records(self.at, begin, end)
+            seqs = self._wanted(scan, patch, records)
+        if patch.records is not None and patch.records > len(seqs):
+            yield from self._with_holes(scan, patch, {seq: records[seq] for seq in seqs}, evidence.doubtful)
+        else:
+            yield from (Line(seq, records[seq]) for seq in seqs)
+
+    def _wanted(self, scan: Scan, patch: Patch, records: Records) -> list[int]:
+        """Return the seqs of the records that belong into a patch, in order."""
         seqs = sorted(records)
         if patch.is_end:
             seqs = self._end(patch, seqs, records)
@@ -335,15 +360,12 @@ class QueueHealer:
             # The WAL may have more: records that retention has deleted here, or of a bad end in the next segment.
             at_front = patch.first_seq == 1 and scan.first > 0
             before, behind = _bare_lines(scan, patch)  # the WAL also has what compaction removed on both sides
-            if at_front or low > patch.first_seq:
+            if at_front or self.wal_first > patch.first_seq:
                 end = max(0, len(seqs) - behind)
                 seqs = seqs[max(0, end - patch.records) : end]
             else:
                 seqs = seqs[before : before + patch.records]
-        if patch.records is not None and patch.records > len(seqs):
-            yield from self._with_holes(scan, patch, {seq: records[seq] for seq in seqs}, evidence.doubtful)
-        else:
-            yield from (Line(seq, records[seq]) for seq in seqs)
+        return seqs
 
     def _from_wal(self, low: int, high: int) -> Records:
         """Return the records low…high of this partition, without those that drop_oldest dropped."""
@@ -376,7 +398,9 @@ class QueueHealer:
                 slots.append(Line(seq, readable.get(seq) or (None if line else compacted)))
         filled = sum(text is not None and text != b"\n" for _, text in slots)
         if len(slots) != count or filled != count - lost:
-            slots = [*[Line(0, None)] * lost, *(Line(seq, text) for seq, text in sorted(readable.items()))]
+            cold = max(0, self.objects.end(self.at) - patch.offset) if patch.offset is not None else 0
+            there = [Line(seq, text) for seq, text in sorted(readable.items())]
+            slots = [*there[:cold], *[Line(0, None)] * lost, *there[cold:]]  # an object has all records before it ends
         yield from slots
 
     def _end(self, patch: Patch, seqs: list[int], lines: Records) -> list[int]:
@@ -437,10 +461,10 @@ def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
 _Edits = defaultdict[str, list[tuple[FoundRecord, bytes]]]  # by path: records, and the lines that replace them
 
 
-def _settle(rewriter: Rewriter, progress: Callable[[int], None]) -> bool:
+def _settle(rewriter: Rewriter, objects: TierObjects, progress: Callable[[int], None]) -> bool:
     """Keep every record, once; return True if anything changed and the logs must be healed again.
 
-    All blocks match their indexes.
+    All blocks match their indexes. Records before the end of rows stay as they are: the store has them like that.
     """
     end = reader.wal(rewriter.data).end_offset() - 1
     found: defaultdict[At, list[Difference]] = defaultdict(list)
@@ -451,7 +475,11 @@ def _settle(rewriter: Rewriter, progress: Callable[[int], None]) -> bool:
     misplaced, lost = list[Difference](), list[Difference]()
     differing: list[Difference] = []
     for at, differences in found.items():
-        log = reader.local(rewriter.data, *at)
+        log, end_of_rows = reader.local(rewriter.data, *at), objects.end(at)
+        if fixed := [each for each in differences if 0 <= each.offset < end_of_rows]:
+            differences = [each for each in differences if each not in fixed]
+            what = f"not healed: {len(fixed)} records differ from the WAL; they stay as KMQ_TIER has them"
+            rewriter.report(log.directory, what)
         in_doubt = [each for each in differences if each.kind in ("altered", "foreign")]
         begin, stop = log.first_offset, log.end_offset()
         if 2 * len(in_doubt) > stop - begin - gaps.count(log.gaps(), begin, stop):
@@ -642,9 +670,14 @@ def _marked(line: bytes, topic: str, partition: int) -> bytes:
 # --- the order of healing --------------------------------------------------------------------------------------------
 
 
-def repair(data: str, progress: Callable[[int], None] = lambda _: None, ring_bytes: int = RING_BYTES) -> list[Healed]:
+def repair(
+    data: str,
+    progress: Callable[[int], None] = lambda _: None,
+    ring_bytes: int = RING_BYTES,
+    access: TierAccess = NO_TIER,
+) -> list[Healed]:
     """Heal a data directory; return the report, file by file. `ring_bytes`: RB_BYTES of its broker."""
-    directory, rewriter = DataDirectory(data), Rewriter(data, progress, ring_bytes)
+    directory, rewriter, objects = DataDirectory(data), Rewriter(data, progress, ring_bytes), TierObjects(data, access)
     small_files.heal_deletions(rewriter)
     small_files.heal_forks(rewriter)
     small_files.heal_identity(directory, rewriter)
@@ -655,19 +688,20 @@ def repair(data: str, progress: Callable[[int], None] = lambda _: None, ring_byt
     rewriter.forget()
     small_files.heal(directory, rewriter)
     small_files.heal_dropped(directory, rewriter)
-    _heal_logs(data, rewriter)
-    if _settle(rewriter, progress):
-        _heal_logs(data, rewriter)
+    objects.heal_files(rewriter)
+    _heal_logs(data, rewriter, objects)
+    if not rewriter.has_left and _settle(rewriter, objects, progress):
+        _heal_logs(data, rewriter, objects)
     return rewriter.healed
 
 
-def _heal_logs(data: str, rewriter: Rewriter) -> None:
+def _heal_logs(data: str, rewriter: Rewriter, objects: TierObjects) -> None:
     directory = DataDirectory(
         data
     )  # a new one, because it caches the named gaps, and the steps before may have named more
-    WalHealer(directory, rewriter).heal(_last_seq_outside_wal(directory, rewriter))
+    WalHealer(directory, rewriter, objects).heal(_last_seq_outside_wal(directory, rewriter))
     for topic, number in directory.queues():
-        QueueHealer(directory, rewriter, topic, number).heal()
+        QueueHealer(directory, rewriter, objects, topic, number).heal()
 
 
 def _last_seq_outside_wal(directory: DataDirectory, rewriter: Rewriter) -> int:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
+from kmq.errors import KmqError
 from kmq.files import replace_file, sync_directory
 from kmq.log import reader, segment
 from kmq.log.dropped import SeqRange
@@ -57,11 +58,17 @@ class Rewriter:
         self.data, self._progress, self._ring_bytes = data, progress, ring_bytes
         self._scans: dict[str, Scan] = {}  # each segment is scanned once until it changes
         self.healed: list[Healed] = []
+        self.has_left = False  # damage that is not healed: no other step may rewrite these files
         self.quarantine = Quarantine(data)
 
     def report(self, path: str, what: str, lost: Sequence[SeqRange] = (), unwitnessed: Sequence[SeqRange] = ()) -> None:
         """Note what was done to a file."""
         self.healed.append(Healed(os.path.relpath(path, self.data), what, list(lost), list(unwitnessed)))
+
+    def leave(self, path: str, why: str) -> None:
+        """Note that a file stays damaged, and why."""
+        self.has_left = True
+        self.report(path, f"not healed: {why}")
 
     def scans(self, log: reader.LogReader) -> list[Scan]:
         """Return the scan of each segment of a log."""
@@ -85,7 +92,10 @@ class Rewriter:
             self._scans.pop(each, None)
 
     def rewrite(self, scan: Scan, patches: list[Patch], lines: Lines, unwitnessed: Sequence[int] = ()) -> None:
-        """Apply the patches to a segment and rebuild its index. `unwitnessed`: seqs kept without any confirmation."""
+        """Apply the patches to a segment and rebuild its index. `unwitnessed`: seqs kept without any confirmation.
+
+        What `lines` raises leaves the segment as it was.
+        """
         self.forget(scan.path)
         index_path = segment.index_path(scan.path)
         if not patches and not scan.torn:
@@ -93,7 +103,11 @@ class Rewriter:
             self.report(index_path, "rebuilt from the log", unwitnessed=ranges(unwitnessed))
             return
         new_path = f"{scan.path}.repaired"
-        lost = self._write(scan, new_path, patches, lines)
+        try:
+            lost = self._write(scan, new_path, patches, lines)
+        except KmqError:  # a copy that cannot be had now; nothing was changed
+            os.unlink(new_path)
+            raise
         _reindex(scan, new_path)
         is_same = _is_same(scan.path, new_path)
         if is_same:
@@ -106,7 +120,7 @@ class Rewriter:
 
     def _write(self, scan: Scan, new_path: str, patches: list[Patch], lines: Lines) -> list[SeqRange]:
         """Write the patched segment to `new_path`; return the seqs that are lost."""
-        lost: list[SeqRange] = []
+        given_up: list[tuple[Patch, list[int]]] = []
         with open(scan.path, "rb") as old, open(new_path, "wb") as new:
             copied = 0
             for patch in patches:
@@ -121,14 +135,14 @@ class Rewriter:
                         if not scan.by_seq:
                             new.write(b"\n")  # so that the offsets after it stay
                 if lost_here:
-                    lost += self._give_up(scan, patch, lost_here)
+                    given_up.append((patch, lost_here))
                 elif new.tell() == begin and patch.end > patch.position:  # no record replaces these bytes
                     self.quarantine.copy(scan.path, patch.position, patch.end)
                 copied = patch.end
             _copy(old, new, copied, max(copied, scan.size - scan.torn))
             new.flush()
             os.fsync(new.fileno())
-        return lost
+        return [gone for patch, lost_here in given_up for gone in self._give_up(scan, patch, lost_here)]
 
     def _give_up(self, scan: Scan, patch: Patch, lost: list[int]) -> list[SeqRange]:
         """Keep the bytes of a patch that could not be healed, and name its lost records.

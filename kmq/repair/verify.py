@@ -25,6 +25,7 @@ from kmq.log.wal import RING_BYTES
 from kmq.repair import copies, small_files
 from kmq.repair.directory import At, DataDirectory
 from kmq.repair.heal import repair
+from kmq.repair.objects import NO_TIER, TierAccess
 from kmq.repair.scan import Finding, Scan, ScannedBlock, scan_segment
 
 
@@ -191,9 +192,15 @@ class Checked(NamedTuple):
 
 
 def run(
-    data: str, only: list[str], heal: bool, as_json: bool, progress: Callable[[int], None], ring_bytes: int
+    data: str,
+    only: list[str],
+    heal: bool,
+    as_json: bool,
+    progress: Callable[[int], None],
+    ring_bytes: int,
+    access: TierAccess = NO_TIER,
 ) -> Checked:
-    """Check everything, or only some topics; heal if asked to, and print the findings.
+    """Check everything, or only some topics; heal if asked to, and print the findings. `access`: to KMQ_TIER.
 
     The exit code is 0 if all is good, 1 if not, 65 if something cannot be healed.
     """
@@ -206,7 +213,7 @@ def run(
         text, what = identity.read(data, "format"), "repair" if heal else "check"
         raise ConfigError(f"{data}/format: {text!r} is of another release; {what} it with that release")
     if heal:
-        return _heal(data, as_json, progress, ring_bytes)
+        return _heal(data, as_json, progress, ring_bytes, access)
     damage = _look(data, only, as_json, progress, ring_bytes)
     return Checked(EXIT_FAILED if damage else EXIT_OK, damage, not only)
 
@@ -224,12 +231,12 @@ def _look(data: str, only: list[str], as_json: bool, progress: Callable[[int], N
     return count
 
 
-def _heal(data: str, as_json: bool, progress: Callable[[int], None], ring_bytes: int) -> Checked:
+def _heal(data: str, as_json: bool, progress: Callable[[int], None], ring_bytes: int, access: TierAccess) -> Checked:
     locks = [(name, FileLock(f"{data}/{name}/.owner")) for name in ("append", "topics")]
     for name, lock in locks:
         lock.acquire(f"{data}/{name}: the broker must be down for a repair; it", describe("repair", data))
     try:
-        done = repair(data, progress, ring_bytes)
+        done = repair(data, progress, ring_bytes, access)
         found = Verifier(data, False, progress, ring_bytes).findings()
         left = [finding for finding in found if finding.is_damage]
     finally:

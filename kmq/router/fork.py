@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from kmq.broker.data_directory import read_starts, write_starts
 from kmq.config.settings import Settings
-from kmq.errors import ConfigError, RetryError
+from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.files import replace_file, sync_directory
-from kmq.log import checkpoint, deletions, dropped, gaps, identity, partition, topics, wal
+from kmq.log import checkpoint, deletions, dropped, gaps, identity, partition, rows, topics, wal
 from kmq.log.gaps import Fork
 from kmq.log.identity import FORKING
 from kmq.log.segment import Limits
@@ -95,10 +95,11 @@ def plan(data: str, now_ns: Callable[[], int] = time.time_ns) -> ForkPlan:
     if identity.version(data) is None:
         raise ConfigError(f"KMQ_DATA={data!r}: its file format is missing or of another release")
     last_seq, recv_ts = checkpoint.agreed_end(data, ask_queues=True)
-    routed, rows, _ = checkpoint.load(data)
+    routed, states, _ = checkpoint.load(data)
     queues = [(topic, number) for topic in topics.names(data) for number in _partitions(data, topic)]
+    _check_rows(data, queues)
     ends = [partition.end_offset(data, *at)[0] for at in queues if not at[0].startswith(gaps.INTERNAL)]
-    ends += [row.end_offset for (topic, _), row in rows.items() if not topic.startswith(gaps.INTERNAL)]
+    ends += [row.end_offset for (topic, _), row in states.items() if not topic.startswith(gaps.INTERNAL)]
     ends += [end for gone in deletions.read(data) for end in gone.ends]
     ends += [fork.offset for fork in gaps.forks(data)]
     now_us = now_ns() // 1000
@@ -112,6 +113,15 @@ def plan(data: str, now_ns: Callable[[], int] = time.time_ns) -> ForkPlan:
     return ForkPlan(
         os.urandom(16).hex(), identity.read(data, "id"), last_seq, last_seq + 1 + jump, end + jump, starts, stamp
     )
+
+
+def _check_rows(data: str, queues: list[tuple[str, int]]) -> None:
+    """Raise CorruptError if a file `tier` is damaged: the commits of the new lineage would never name its rows."""
+    for at in queues if rows.may_exist(data) else ():
+        if not rows.is_known(directory := partition.directory_of(data, *at)):
+            raise CorruptError(
+                f"{rows.path_of(directory)}: damaged; run kmq verify --repair with KMQ_TIER set, which writes it again"
+            )
 
 
 def _partitions(data: str, topic: str) -> list[int]:
@@ -154,6 +164,7 @@ def _leave_gaps(data: str, settings: Settings, last_stored: int, logger: Logger)
     queues = Queues(data, _no_room, logger, Limits.of(settings), are_recorded=True)
     queues.recover(last_stored)
     queues.make_topics()
+    queues.settle()  # a start that was moved has begun one
     queues.checkpoints.start()
     queues.settle()
     queues.logs.close()

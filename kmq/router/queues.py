@@ -219,6 +219,8 @@ class Retention:
         """
         is_again = time.monotonic_ns() - self._tried_again_at > ROLL_NS
         self._owed = {log: owed for log, owed in self._owed.items() if self._is_ahead(log, owed.offset)}
+        for log, owed in self._owed.items():
+            self._tiering.set_start(log.topic, log.number, owed.offset)  # the topic may have tier=on since
         due = [log for log, owed in self._owed.items() if is_again or not owed.is_postponed]
         # Sealing a log may have to wait for room. Making room begins a checkpoint of all logs. So no log may begin with
         # a copy before all logs are sealed.
@@ -432,6 +434,7 @@ class Queues:
         self.changes.recovered(recovery.checkpoint_seq)
         self.sorter.sorted_seq = replay_from - 1
         self.replay(replay_from, high)
+        self.settle()  # a start that was moved has begun a checkpoint, and an empty segment that it syncs may go
         self.logs.skip_forks()
         self.adopt_declarations()
         self._is_recovered = True

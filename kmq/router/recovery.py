@@ -146,8 +146,9 @@ class Recovery:
         replay_from = seq + 1
         for topic in self._declarations.load(rows, since, seq):
             for number in range(topic.partitions):
-                floor = tiering.floor(self._tiering.load(topic, number))
-                ckpt = rows.get((topic.name, number)) or floor or self._in_force.first_state(topic.name, number)
+                ckpt = rows.get((topic.name, number))
+                floor = tiering.floor(self._tiering.load(topic, number, ckpt))
+                ckpt = ckpt or floor or self._in_force.first_state(topic.name, number)
                 needed = self._examine(CheckpointRow(topic, number, ckpt, floor=floor), wal_range)
                 replay_from = replay_from if needed is None else min(replay_from, needed)
             self._context.check()
@@ -173,6 +174,11 @@ class Recovery:
         directory = directory_of(self._context.data, topic.name, number)
         # Without a checkpoint nothing says that a segment was deleted: the rows are copies of what is there.
         segments = _settle(directory, 0 if row.ckpt is row.floor else row.ckpt.start)
+        if not segments and not row.ckpt.last_seq and self._may_have_cold(row, wal_range):
+            raise CorruptError(
+                f"{directory}: its segments and router.ckpt are lost, and its file {rows.FILE} does not say which records lie"
+                " in KMQ_TIER; set KMQ_TIER and run kmq verify --repair, which writes that file again"
+            )
         row = row._replace(gaps=self._gaps_of(row, segments))
         segments = _without_emptied(segments, row.gaps)
         was_there, is_changed = bool(segments), not fits(segments, row.ckpt)
@@ -192,6 +198,12 @@ class Recovery:
         if not was_there or self._lacks_link_or_index(row, state):
             self._logs.restore(self._logs.log_of(topic, number))
         return needed
+
+    def _may_have_cold(self, row: CheckpointRow, wal_range: WalRange) -> bool:
+        """Return True if it is not known where a partition without segments goes on: after its rows, if there are some."""
+        name, number = row.topic.name, row.number
+        is_whole = wal_range.first <= row.topic.exists_since(number)
+        return self._tiering.is_unknown(name, number) or (not is_whole and self._tiering.may_be_lost(name, number))
 
     def _gaps_of(self, row: CheckpointRow, segments: list[Segment]) -> Gaps:
         """Return the gaps of a log; make a lost `tier` again."""
@@ -221,6 +233,8 @@ class Recovery:
         begin = ckpt.start if may_begin else segments[0].first
         if segments and not ckpt.last_seq:
             begin = max(begin, min(checkpoint.highest(self._starts_of(row)), segments[0].first))
+            if self._tiering.is_unknown(row.topic.name, row.number):
+                begin = segments[0].first
         if row.floor is not None:
             begin = max(begin, min(row.floor.end_offset, segments[0].first if segments else ckpt.end_offset))
             begin = min(begin, segments[0].first) if segments else begin
@@ -285,7 +299,9 @@ class Recovery:
             return state, None
         never_had = self._in_force.first_state(row.topic.name, row.number).end_offset
         is_after_start = remains.segments and not state.last_seq and state.end_offset > never_had
-        if needed < wal_range.first or is_after_start:
+        # What lies before the first segment of a topic with tier=on is in rows, or was deleted.
+        is_cold = ckpt.start > never_had and self._in_force.limits_of(row.topic.name).is_tiered
+        if needed < wal_range.first or is_after_start or (is_cold and not remains.segments and not state.last_seq):
             # A replay would begin with the oldest record of the WAL, or with records deleted when the start offset was
             # moved. These would get wrong offsets. In a missing range, records are numbered back from its end.
             remains.missing += self._missing_end(row, remains, needed)

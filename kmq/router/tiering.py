@@ -17,8 +17,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
-from kmq.files import with_room
-from kmq.log import identity, rows
+from kmq.files import make_directory, with_room
+from kmq.log import gaps, identity, rows, segment
 from kmq.log.index import lineage_of
 from kmq.log.partition import PartitionState, directory_of
 from kmq.log.rows import TierFile
@@ -41,11 +41,16 @@ class Tiering:
         """`states`: of all partitions."""
         self._context, self._in_force, self._states = context, in_force, states
         self._files: dict[tuple[str, int], TierFile] = {}
+        self._unknown: dict[tuple[str, int], int] = {}  # damaged files: the start that waits for the rows
         self._is_writing = False  # a file, which may wait for room
 
-    def load(self, topic: Topic, number: int) -> TierFile | None:
-        """Read the file of a partition, at a start. Return it if it has rows."""
-        content = rows.content_of(directory_of(self._context.data, topic.name, number))
+    def load(self, topic: Topic, number: int, known: PartitionState | None) -> TierFile | None:
+        """Read the file of a partition, at a start. Return it if it has rows. `known`: what router.ckpt says."""
+        directory = directory_of(self._context.data, topic.name, number)
+        content = rows.content_of(directory)
+        if content is None and self._is_lost(topic, number, directory, known):
+            make_directory(directory)
+            self._context.replace(rows.path_of(directory), content := rows.UNKNOWN)
         if content is None:
             return None
         found = rows.parse(content, f"{topic.name}/{number}")
@@ -53,10 +58,33 @@ class Tiering:
             self._files[topic.name, number] = found
             return found if found.rows else None
         if found is None:
+            self._unknown.setdefault((topic.name, number), 0)
+            with contextlib.suppress(FileNotFoundError):  # it has only what followed the lost rows
+                os.unlink(f"{self._context.data}/{OUTBOX}/{topic.name}-{number}")
             effect = "readers are refused offsets before its segments until kmq.tier has laid out its rows again"
-            file = rows.path_of(directory_of(self._context.data, topic.name, number))
-            self._context.logger.error("rows_damaged", file=file, effect=effect)
+            self._context.logger.error("rows_damaged", file=rows.path_of(directory), effect=effect)
         return None
+
+    def _is_lost(self, topic: Topic, number: int, directory: str, known: PartitionState | None) -> bool:
+        """Return True if a partition without the file may have rows: records were deleted here, and others have rows."""
+        if not self.may_be_lost(topic.name, number):
+            return False
+        listed = segment.listing(directory)
+        start = known.start if known else listed[0][0] if listed else 0
+        return start > self._in_force.first_state(topic.name, number).start
+
+    def may_be_lost(self, name: str, number: int) -> bool:
+        """Return True if a partition has no file, although it may have had one: of a topic with tier=on, as others have."""
+        data = self._context.data
+        has_file = os.path.exists(rows.path_of(directory_of(data, name, number)))
+        if has_file or not (self._in_force.limits_of(name).is_tiered and rows.may_exist(data)):
+            return False
+        version = identity.version(data)
+        return version is not None and version[0] >= identity.FORKED
+
+    def is_unknown(self, name: str, number: int) -> bool:
+        """Return True if the file of a partition is damaged, or was lost."""
+        return (name, number) in self._unknown
 
     def of(self, name: str, number: int) -> TierFile | None:
         """Return the rows of a partition; None if it has never had any."""
@@ -110,12 +138,26 @@ class Tiering:
             self._context.logger.warn("rows_discarded", topic=name, partition=number, reason="of another life")
             return
         try:
-            after = self._append(topic, number, laid_out.decode("ascii").splitlines()[1:])
+            lines = laid_out.decode("ascii").splitlines()[1:]
+            if (name, number) in self._unknown:
+                lines += self._missed(topic, number, laid_out)
+            after = self._append(topic, number, lines)
         except ValueError as err:
             self._context.logger.warn("rows_discarded", topic=name, partition=number, reason=err)
             return
         names = {"topic": name, "partition": number, "end_offset": after.end}
         self._context.logger.info("rows_installed", **names, rows=len(after.rows))
+
+    def _missed(self, topic: Topic, number: int, laid_out: bytes) -> list[str]:
+        """Return what the commits do not say of a partition whose file was lost: the gap after its rows, and its start."""
+        at, directory = (topic.name, number), directory_of(self._context.data, topic.name, number)
+        coming = rows.parse(laid_out)
+        end, forks = coming.end or 0 if coming else None, self._in_force.forks_of(topic.name)
+        found = tuple(gaps.between(segment.survey(directory), forks, end)) if forks else ()
+        self._states[at].gaps = tuple(sorted({*self._states[at].gaps, *found}))
+        where, start = f"{topic.name}/{number} life={topic.from_seq}", self._unknown[at]
+        lines = [f"0 gap {where} from={gap.first} to={gap.to} why=fork" for gap in found]
+        return [*lines, f"start {start}"] if start else lines
 
     def _append(self, topic: Topic, number: int, lines: list[str]) -> TierFile:
         """Add lines to the file of a partition. It is on disk when this returns."""
@@ -138,6 +180,7 @@ class Tiering:
             self._is_writing = False
         assert isinstance(found, TierFile)
         self._files[at] = found
+        self._unknown.pop(at, None)
         return found
 
     # --- starts and limits -------------------------------------------------------------------------------------------
@@ -147,7 +190,10 @@ class Tiering:
 
         A row may be on its way: without the start it would bring back what was deleted.
         """
-        found, (topic, _) = self.of(name, number), self._in_force_of(name, number)
+        found, (topic, state) = self.of(name, number), self._in_force_of(name, number)
+        if (name, number) in self._unknown and (state is None or offset < state.start):
+            self._unknown[name, number] = max(self._unknown[name, number], offset)
+            return
         may_have_rows = found is not None or self._in_force.limits_of(name).is_tiered
         found = found or self._file(name, number) or _NOTHING
         if topic is not None and may_have_rows and found.start < offset:

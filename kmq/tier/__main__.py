@@ -133,7 +133,8 @@ class CopyProcess:
         finally:
             self._note_totals(copier)
         missing = copier.missing
-        self._say(f"damaged: {len(missing)} objects are missing, such as {missing[0]}" if missing else "")
+        some = "; ".join(f"{row.what} ({row.values['key']})" for row in missing[:3])
+        self._say(f"damaged: {len(missing)} objects are missing, such as {some}" if missing else "")
         self._row.standing = TIER_PROBLEMS.index("damaged") if missing else 0
         return is_more
 

@@ -43,6 +43,8 @@ from kmq.tier.store import MissingError, Store, StoreError
 _VERSION = "kmq-tier 1"
 _WORD = re.compile(r"[A-Za-z0-9_./@:+-]*")
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
+_COMMIT = re.compile(r"[^/]+/commits/[0-9]{20}")
+_STATE = re.compile(r"[^/]+/state/[0-9]{20}\.gz")
 _STATE_COMMITS = 100  # a state is written after at least so many commits, and so many bytes as the last state has
 
 
@@ -78,6 +80,17 @@ class CommitLine(NamedTuple):
 
     def number(self, name: str) -> int:
         return int(self.values[name])
+
+    @property
+    def what(self) -> str:
+        """What the object of a row has: `orders/3 offsets 1000 to 1511`, `WAL seqs 1 to 9`, `file router.ckpt`."""
+        values = self.values
+        if self.verb == "wal":
+            return f"WAL seqs {values['first']} to {values['last']}"
+        if self.verb in ("add", "table"):
+            end = values["next"] if self.verb == "add" else values["end"]
+            return f"{self.name} offsets {values['base']} to {int(end) - 1}"
+        return f"{self.verb} {self.name}"
 
     def __str__(self) -> str:
         return " ".join([self.verb, *filter(None, [self.name]), *(f"{k}={v}" for k, v in self.values.items())])
@@ -329,8 +342,7 @@ class CommitLog:
 
     def read(self) -> TierState:
         """Read all commits, from the last state on. Raises DamagedError, StoreError."""
-        states = sorted(name for name in self.store.names(f"{self.lineage}/state") if name.endswith(".gz"))
-        for key in reversed(states):
+        for key in reversed(self._states()):
             number = int(key.rpartition("/")[2].removesuffix(".gz"))
             try:
                 content = b"".join(objects.unpack(self.store.get(key), key))
@@ -341,7 +353,7 @@ class CommitLog:
                 continue  # the one before it, or all commits, say the same
         self.catch_up()
         after = _commit_key(self.lineage, self.state.number)
-        beyond = sorted(self.store.names(f"{self.lineage}/commits", after))
+        beyond = [key for key in self.store.names(f"{self.lineage}/commits", after) if _COMMIT.fullmatch(key)]
         if beyond:
             self.catch_up()  # another process may have made them meanwhile
             if any(key > _commit_key(self.lineage, self.state.number) for key in beyond):
@@ -408,8 +420,11 @@ class CommitLog:
         key = f"{self.lineage}/state/{self.state.number:020d}.gz"
         self.store.create(key, objects.pack_file(content).content)
         self._state_bytes, self._since, self._since_bytes = len(content), 0, 0
-        names = sorted(self.store.names(f"{self.lineage}/state"))
-        self.store.delete(names[:-2])
+        self.store.delete(self._states()[:-2])
+
+    def _states(self) -> list[str]:
+        """Return the keys of all states, in order. Other names there count for nothing."""
+        return sorted(key for key in self.store.names(f"{self.lineage}/state") if _STATE.fullmatch(key))
 
 
 def lineages(store: Store) -> Iterator[str]:

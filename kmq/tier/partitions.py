@@ -343,18 +343,18 @@ class PartitionCopier:
     # --- the router's side -------------------------------------------------------------------------------------------
 
     def lay_out(self, found: list[TieredPartition]) -> None:
-        """Lay out for the router which lines each file `tier` lacks."""
+        """Lay out for the router which lines each file `tier` lacks; of a damaged one all, also if there are none."""
         for each in found:
-            if each.log.end is None:
-                continue
             try:
                 there = rows.of(directory_of(self._data, each.topic, each.number))
                 is_same_life = there.life in (0, each.life)
                 end, before = (there.end or 0, there.before) if is_same_life else (0, 0)
+                if each.log.end is None or (each.log.end == end and each.log.before <= before):
+                    continue
             except DamageError:
                 end = before = 0
-            if each.log.end == end and each.log.before <= before:
-                continue
+                if each.log.end is None and gaps.forks(self._data):
+                    continue  # the rows of the lineage before the fork are not known here
             where = f"{each.name} life={each.life}"
             lines = [text for text in each.log.lines() if " gap " in text]
             lines += [each.log.drop] if each.log.before > before else []

@@ -19,8 +19,8 @@ Crash       after an object     no commit names it: it is never read;
             after a commit      the next start reads all commits;
             after a drop        the object is deleted in a later turn: deletions repeat.
 Orphans     Objects that no commit names and whose key bears the number of a claim before this process's own: only that
-            claim could have named them, and it is fenced. A look at all names each day deletes them. It also finds rows
-            whose object is gone: that is said, and the copy goes on.
+            claim could have named them, and it is fenced. A look at all names each day deletes them, unless it also finds
+            rows whose object is gone: that is said, and the copy goes on. Names that are no object's count for nothing.
 Shard       The leader alone copies, up to the high watermark: what is above it may yet be cut. Its claim bears its epoch.
             A leader that was deposed and does not know it is fenced by the claim of the next one; what it had copied is
             right, because all replicas have the same committed records.
@@ -63,7 +63,10 @@ _DELETE_S = 3600.0  # between a drop and the deletion: a reader may have planned
 _SWEEP_S, _SWEEP_FIRST_S = 86_400.0, 3600.0  # between two looks at all names; the first one is no part of a start
 _NAMES_AT_ONCE = 10_000  # of a turn: the WAL does not wait for a whole look
 _KINDS = ("wal", "topics", "tables", "files")
-_MADE_BY = re.compile(r"[0-9-]+\.(\d+)\.[0-9a-f]{8}(?:\.log\.gz)?")
+_MADE_BY = re.compile(
+    r"[0-9a-f]{32}/(?:(?:wal|(?:topics|tables)/[A-Za-z0-9_.-]+/[0-9]+/[0-9]+)/[0-9-]+\.([0-9]{1,20})\.[0-9a-f]{8}\.log\.gz"
+    r"|files/[0-9]+\.([0-9]{1,20})\.[0-9a-f]{8}/.+)"
+)
 
 
 class FollowsError(KmqError):
@@ -186,7 +189,7 @@ class Copier:
         self._dropped_at: dict[str, float] = {}
         self._noted = -1  # the last seq that tier/wal says
         self.orphans = 0  # deleted
-        self.missing: list[str] = []  # rows whose object was not there at the last look at all names
+        self.missing: list[CommitLine] = []  # rows whose object was not there at the last look at all names
         self._sweep: Sweep | None = None
         self._sweep_at = time.monotonic() + _SWEEP_FIRST_S
 
@@ -535,27 +538,35 @@ class Copier:
                 return
             self._sweep = Sweep(self.store, self.lineage, self.commits.state)
         try:
-            orphans, is_over = self._sweep.part(self.commits.state, _NAMES_AT_ONCE)
-            self.store.delete(orphans)
+            is_over = self._sweep.look_at(_NAMES_AT_ONCE, self.commits.state)
+            self._options.progress(0)
+            if is_over:
+                self._end_sweep(self._sweep)
         except StoreError:
             self._sweep, self._sweep_at = None, time.monotonic() + _SWEEP_FIRST_S  # what it did not see is not missing
             raise
-        self._options.progress(0)
-        self.orphans += len(orphans)
-        if orphans:
-            self._log.info("tier_orphans_deleted", count=len(orphans), first=orphans[0])
-        if is_over:
-            self.missing = self._sweep.missing(self.commits.state)
-            for key in self.missing[:10]:
-                self._log.error("tier_object_missing", key=key, effect="records that only it has cannot be restored")
-            self._sweep, self._sweep_at = None, time.monotonic() + _SWEEP_S
+
+    def _end_sweep(self, sweep: "Sweep") -> None:
+        """Delete the orphans, unless an object is missing: then it may be one of them, under another name."""
+        self.missing = sweep.missing(self.commits.state)
+        for row in self.missing[:10]:
+            key, effect = row.values["key"], "records that only it has cannot be read or restored"
+            self._log.error("tier_object_missing", what=row.what, key=key, effect=effect)
+        if sweep.orphans and not self.missing:
+            for key in sweep.orphans:
+                self.store.delete([key])
+                self.orphans += 1
+                self._options.progress(0)
+            self._log.info("tier_orphans_deleted", count=len(sweep.orphans), first=sweep.orphans[0])
+        self._sweep, self._sweep_at = None, time.monotonic() + _SWEEP_S
 
 
 class Sweep:
-    """A look at the names of all objects of a lineage, in parts."""
+    """A look at the names of all objects of a lineage, in parts. `orphans`: the keys that were found."""
 
     def __init__(self, store: Store, lineage: str, state: TierState) -> None:
         self._lineage, self._claim = lineage, state.claim.number if state.claim else 0
+        self.orphans: list[str] = []
         self._unseen = self._named(state)  # what is made later is not looked for
         prefixes = (f"{lineage}/{kind}" for kind in _KINDS)
         self._names = (key for prefix in prefixes for key in store.names(prefix))
@@ -563,24 +574,24 @@ class Sweep:
     def _named(self, state: TierState) -> set[str]:
         return {full_key(self._lineage, row.values["key"]) for row in state.rows()}
 
-    def part(self, state: TierState, count: int) -> tuple[list[str], bool]:
-        """Look at the next `count` names. Return the orphans among them, and whether these were the last ones."""
+    def look_at(self, count: int, state: TierState) -> bool:
+        """Look at the next `count` names. Return True if these were the last ones."""
         names = list(islice(self._names, count))
         self._unseen.difference_update(names)
         committed = self._named(state) | {full_key(self._lineage, key) for key in state.dropped}
         made_by = ((key, _claim_of(key)) for key in names if key not in committed)
-        return [key for key, claim in made_by if claim is not None and claim < self._claim], len(names) < count
+        self.orphans += [key for key, claim in made_by if claim is not None and claim < self._claim]
+        return len(names) < count
 
-    def missing(self, state: TierState) -> list[str]:
-        """Return the keys of rows in force that had no name. Objects of another lineage are not looked for."""
-        return sorted(key for key in self._unseen & self._named(state) if key.startswith(f"{self._lineage}/"))
+    def missing(self, state: TierState) -> list[CommitLine]:
+        """Return the rows in force whose objects had no name. Objects of another lineage are not looked for."""
+        return [row for row in state.rows() if f"{self._lineage}/{row.values['key']}" in self._unseen]
 
 
 def _claim_of(key: str) -> int | None:
     """Return the number of the claim whose process made this object; None if the key is no object's."""
-    _, kind, *names = key.split("/")
-    found = _MADE_BY.fullmatch(names[0] if kind == "files" else names[-1])
-    return int(found[1]) if found else None
+    found = _MADE_BY.fullmatch(key)
+    return int(found[1] or found[2]) if found else None
 
 
 def _seconds(micros: int) -> str:

@@ -78,6 +78,7 @@ LEADER_ALONE = "test_in_a_shard_the_leader_alone_reaches_topics_and_all_whenever
 COMMITTED, UNIT_COMMITTED = "kmq/log/committed.py", "tests/unit/test_committed.py"
 TIERING, ROWS, COLD = "kmq/router/tiering.py", "kmq/log/rows.py", "kmq/tier/cache.py"
 UNIT_TIER, UNIT_COLD, UNIT_ROWS = (f"tests/unit/test_{name}.py" for name in ("tier_partitions", "cold_reads", "rows"))
+UNIT_HEAL = "tests/unit/test_tier_heal.py"
 UNIT_FETCH = "tests/unit/test_tier_fetch.py"
 GAPS, UNIT_GAPS, UNIT_FORK = "kmq/log/gaps.py", "tests/unit/test_gaps.py", "tests/unit/test_fork.py"
 DATA_DIRECTORY = "kmq/broker/data_directory.py"
@@ -845,6 +846,36 @@ MUTANTS = [
             )
         ],
         [UNIT_TIER],
+    ),
+    Mutant(
+        "tier: a repair leaves a hole where an object has the record",
+        [("kmq/repair/heal.py", "if lacks_some and (begin :=", "if False and (begin :=")],
+        [UNIT_HEAL],
+    ),
+    Mutant(
+        "tier: a repair believes what the gateway has left in the cache",
+        [("kmq/cli/tier.py", "if path not in checked:", "if False:")],
+        [UNIT_HEAL],
+    ),
+    Mutant(
+        "tier: a lost file is no reason to refuse what lies before the segments",
+        [(TIERING, "return start > self._in_force.first_state(topic.name, number).start", "return False")],
+        [UNIT_HEAL],
+    ),
+    Mutant(
+        "tier: an object under another name is deleted as an orphan",
+        [("kmq/tier/turn.py", "if sweep.orphans and not self.missing:", "if sweep.orphans:")],
+        ["tests/unit/test_tier_turn.py"],
+    ),
+    Mutant(
+        "tier: a start that is known before the rows moves the beginning past them",
+        [(TIERING, "if (name, number) in self._unknown and", "if False and")],
+        [UNIT_HEAL],
+    ),
+    Mutant(
+        "tier: a gap is invented before the first segment of a partition whose rows are not known",
+        [("kmq/log/partition_recovery.py", "{}, None if rows.may_exist", "{}, 0 if rows.may_exist")],
+        ["tests/unit/test_tier_restored_rows.py"],
     ),
     Mutant(
         "tier: without a checkpoint a start deletes segments below the end of the rows",

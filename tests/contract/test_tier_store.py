@@ -7,7 +7,7 @@ import pytest
 import tier_stores
 
 from kmq.tier import store
-from kmq.tier.commits import CommitLog, line, lineages
+from kmq.tier.commits import CommitLog, DamagedError, line, lineages
 from kmq.tier.store import MissingError, StoreError, clock_offset, open_store, probe
 
 LINEAGE = "0123456789abcdef" * 2
@@ -84,7 +84,21 @@ def test_commits_are_read_by_another_process_and_its_lineage_is_found(url):
     log.claim(line("claim", pod="a"), "11")
     log.commit([line("wal", first=1, last=9, key="wal/1")], "22")
     assert CommitLog(open_store(url), LINEAGE, "b@host").read().wal_end == 10
-    assert list(lineages(open_store(url))) == [LINEAGE]
+    assert LINEAGE in list(lineages(open_store(url)))
+
+
+def test_names_that_are_no_commits_stop_nobody(url):
+    place, lineage = open_store(url), "f" * 32
+    log = CommitLog(place, lineage, "a@host")
+    for name in ("é", "zz", "1", f"{3:020d}.old", f"{'٣' * 20}", "a b", "y" * 200):
+        for kind in ("commits", "state", "wal"):
+            assert place.create(f"{lineage}/{kind}/{name}", b"x") and place.create(f"{lineage}/{kind}/{name}.gz", b"x")
+    log.read()
+    log.claim(line("claim", pod="a"), "11")
+    assert CommitLog(place, lineage, "b@host").read().number == 1
+    assert place.create(f"{lineage}/commits/{3:020d}", b"x")  # a hole is damage
+    with pytest.raises(DamagedError):
+        CommitLog(place, lineage, "b@host").read()
 
 
 @pytest.mark.parametrize("server", tier_stores.SERVERS)

@@ -176,3 +176,19 @@ def test_a_repair_heals_both_sides_of_a_gap_and_writes_no_hole(copy, what):
     assert max(path.stat().st_size for path in Path(copy).rglob("*") if path.is_file()) < 1 << 20
     send(copy, LINES[:10])
     assert sum(map(len, records(copy).values())) == 410
+
+
+@pytest.mark.parametrize("way", ["start", "repair"])
+def test_a_damaged_tier_of_a_directory_without_rows_is_written_again(copy, way):
+    made, _ = forked(copy)
+    send(copy, [b"t.1|0||later"])
+    directory = f"{copy}/topics/t/0"
+    good, path = gaps.read(directory), Path(directory, "tier")
+    before = path.read_bytes()
+    path.write_bytes(b"odd\n")
+    assert gaps.read(directory) == good and good[0].to == made.offset
+    if way == "start":
+        send(copy, [b"t.1|0||last"])
+    else:
+        heal.repair(copy)
+    assert path.read_bytes() == before

@@ -33,7 +33,7 @@ from kmq.gateway.kafka.fetching import FetchHandler
 from kmq.gateway.kafka.records import encode, patched, read_batches, render
 from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import Key
-from kmq.log import topics
+from kmq.log import rows, topics
 from kmq.log.index import IndexWriter
 from kmq.log.segment import index_path, remove, survey
 from kmq.tier.store import DirectoryStore
@@ -820,6 +820,26 @@ def test_a_store_that_is_away_is_a_storage_error_once_the_wait_is_over_and_never
         assert [offset for offset, _ in values(peer.fetch("t", 0, 399))] == [399]
         os.rename(f"{made.store.root}-away", made.store.root)
         until(lambda: values(peer.fetch("t", 0, 0, wait_ms=1000)), "the store is asked again")
+
+
+def test_a_damaged_cached_object_is_fetched_once_more_and_then_its_offsets_alone_are_a_storage_error(tmp_path):
+    made = cold_broker(tmp_path)
+    [damaged, lost, good] = rows.of(made.directory()).rows[:3]
+    cached = Path(rows.cached_path(made.directory(), 1, damaged))
+    Path(f"{made.store.root}/{made.copier.lineage}/{lost.key}").unlink()
+    with opened(made.data, KMQ_TIER=f"file://{made.store.root}") as (_, peer):
+
+        def fetch(offset):
+            row = peer.fetch("t", 0, offset, wait_ms=60_000)
+            assert (row.log_start_offset, row.high_watermark) == (0, 400)
+            return row.error_code, [offset for offset, _ in values(row)][:1]
+
+        assert fetch(0) == (ErrorCode.none, [0])
+        for is_again in (False, True):
+            cached.write_bytes(b"999" + cached.read_bytes()[3:])
+            assert fetch(3) == ((ErrorCode.kafka_storage_error, []) if is_again else (ErrorCode.none, [3]))
+        assert fetch(lost.base) == (ErrorCode.kafka_storage_error, [])
+        assert fetch(good.base) == (ErrorCode.none, [good.base])
 
 
 def test_times_and_ends_are_those_of_the_whole_partition(tmp_path):

@@ -2,18 +2,25 @@
 
 import os
 import shutil
+import threading
+from pathlib import Path
 
 import pytest
 from fake_logger import FakeLogger
+from made_up import FIRST_TS
 from tiered import TieredBroker, cold_broker, lines, read_all
 
 from kmq.broker import admission
 from kmq.config.settings import load
+from kmq.errors import CorruptError
+from kmq.gateway.core.partitions import Partitions
 from kmq.log import gaps, identity, reader, rows
+from kmq.log.checkpoint import Checkpointer
+from kmq.log.damage import DamageError
+from kmq.log.partition import PartitionLog
 from kmq.log.segment import Limits
 from kmq.router import fork
 from kmq.tier import fetch
-from kmq.tier.cache import TierCache
 from kmq.tier.fetch import NoRoomError
 from kmq.tier.restore import Restore, find_source
 from kmq.tier.store import StoreError, get
@@ -75,6 +82,64 @@ def test_what_was_restored_goes_on_and_can_be_restored_itself(made, tmp_path):
     third.stop()
 
 
+@pytest.mark.parametrize("content", [None, b"odd\n"])
+@pytest.mark.parametrize("are_all_cold", [False, True])
+def test_a_lost_tier_of_a_restored_directory_is_laid_out_again_and_no_gap_is_invented(
+    made, tmp_path, content, are_all_cold
+):
+    if are_all_cold:  # the first segment is the one after the gap
+        made.start()
+        made.limits = Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096)
+        made.object_bytes = 1 << 26
+        made.kill_copier()
+        made.turn()
+        assert made.rows()[-1][1] == COUNT
+        made.stop()
+    again = restored(made, tmp_path / "again")
+    again.send(*lines(200, begin=1000))
+    assert (again.local()[0] > COUNT) == are_all_cold
+    whole = read_all(again)
+    again.stop()
+    path = Path(rows.path_of(again.directory()))
+    path.unlink() if content is None else path.write_bytes(content)
+    again.start()
+    log = reader.partition(again.data, "t", 0)
+    for offset in (3, again.local()[0] - 1):
+        with pytest.raises(DamageError):
+            log.read(offset, 1)
+    assert log.read(again.local()[0], 1)[0] == again.local()[0]
+    for _ in range(3):
+        again.turn()
+    assert read_all(again) == whole and again.begin() == 0
+    again.stop()
+
+
+def test_a_gap_between_segments_is_known_though_tier_is_damaged(made, tmp_path):
+    copy = str(tmp_path / "copy")
+    shutil.copytree(made.data, copy, symlinks=True)
+    fork.carry_out(copy, fork.plan(copy), load({"KMQ_DATA": copy}, "none.toml"), FakeLogger())
+    again = opened(made, copy)
+    again.send(*lines(5, begin=1000))
+    [gap], local = gaps.read(again.directory()), again.local()[0]
+    Path(rows.path_of(again.directory())).write_bytes(b"odd\n")
+    again.stop()
+    again.start()
+    log = reader.partition(copy, "t", 0)
+    assert gaps.read(again.directory()) == (gap,) and local < gap.first
+    assert [*dict(offsets_of(log, local))] == [*range(local, COUNT), *range(gap.to, gap.to + 5)]
+    with pytest.raises(DamageError):
+        log.read(3, 1)
+    again.stop()
+    with pytest.raises(CorruptError, match="kmq verify --repair with KMQ_TIER set"):
+        fork.plan(copy)
+
+
+def offsets_of(log, offset):
+    while (found := log.read(offset, 1))[1]:
+        yield found
+        offset = found[0] + 1
+
+
 def test_a_partition_whose_records_all_lie_in_rows_comes_back_empty_at_their_end(tmp_path):
     broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096))
     broker.send(*lines(100))
@@ -84,6 +149,8 @@ def test_a_partition_whose_records_all_lie_in_rows_comes_back_empty_at_their_end
     broker.stop()
     again = restored(broker, tmp_path / "again")
     assert read_all(again) == dict(enumerate(broker.sent))
+    partition = Partitions(again.data).open("t", 0)
+    assert partition.highest_shown() == partition.first_shown(FIRST_TS // 1000)  # all within a millisecond
     again.stop()
 
 
@@ -153,6 +220,76 @@ def test_a_forked_directory_keeps_its_rows_and_tells_its_new_lineage_of_them(mad
     assert again.rows()[0][0] == 0 and again.rows()[-1][0] >= gaps.read(again.directory())[-1].to
     assert [row.key for row in again.state.logs["t/0", 1].rows][: len(keys)] == keys
     assert get(again.store, keys[0])
+    again.stop()
+
+
+# --- starts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [100, 10**6])
+def test_a_start_inside_of_a_row_comes_back_with_a_restore(tmp_path, offset):
+    """One that lies beyond the end deletes what there was, and nothing that came later."""
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096), 8192)
+    broker.send(*lines(200))
+    broker.turn()
+    broker.send(b"__kmq.start|1|;request=r|t incarnation=1 0=%d" % offset)
+    broker.tick()
+    begin = broker.begin()
+    assert begin == min(offset, 200)
+    broker.send(*lines(200, 200))
+    for _ in range(3):
+        broker.turn()
+    whole = read_all(broker)
+    broker.stop()
+    assert [*whole] == [*range(begin, 400)]
+    again = restored(broker, tmp_path / "again")
+    assert read_all(again) == whole and again.begin() == begin
+    again.stop()
+
+
+def test_a_start_that_waits_for_room_stays_before_what_goes_to_the_store_meanwhile(tmp_path):
+    """It was postponed while the topic had tier=off, so no file tier had it when the first row was made."""
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096))
+    broker.send(*lines(200))
+    broker.queues.context.has_room = lambda nbytes: False
+    broker.send(b"__kmq.start|1|;request=r|t incarnation=1 0=100")
+    broker.tick()
+    assert broker.begin() < 100
+    broker.limits = Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096)
+    broker.queues.use_limits(broker.limits)
+    broker.tick()
+    broker.kill_copier()
+    broker.send(*lines(200, 200))
+    for _ in range(3):
+        broker.turn()
+    broker.stop()
+    again = restored(broker, tmp_path / "again")
+    assert [*read_all(again)] == [*range(100, 400)]
+    again.stop()
+
+
+def test_a_gap_is_left_only_after_the_checkpoint_that_a_start_has_begun(tmp_path, monkeypatch):
+    """It syncs the empty segment that goes with the gap."""
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on", local_retention_bytes=4096))
+    broker.send(*lines(50))
+    broker.turn()
+    broker.send(b"__kmq.start|1|;request=r|t incarnation=1 0=%d" % 10**6)
+    broker.turn()
+    broker.stop()
+    has_gap, skip_to, run = threading.Event(), PartitionLog.skip_to, Checkpointer.run
+
+    def skip(log, offset):
+        skip_to(log, offset)
+        has_gap.set()
+
+    def run_late(checkpoint, *arguments):
+        has_gap.wait(0.5)
+        run(checkpoint, *arguments)
+
+    monkeypatch.setattr(PartitionLog, "skip_to", skip)
+    monkeypatch.setattr(Checkpointer, "run", run_late)
+    again = restored(broker, tmp_path / "again")
+    assert again.begin() >= 50 and not read_all(again)
     again.stop()
 
 

@@ -332,6 +332,58 @@ def test_what_no_commit_names_goes_and_what_one_names_stays(data, place, daily):
     assert wal_of(place, data) == local_wal(data) and not copying.missing
 
 
+GARBAGE = [
+    "wal",  # a key where all others have a directory
+    "walrus/1-9.1.0123abcd.log.gz",
+    "wal/1-9.1.0123abcd.log.gz.bak",
+    "wal/\u0661-\u0669.\u0661.0123abcd.log.gz",
+    f"wal/1-9.{'9' * 100}.0123abcd.log.gz",
+    f"wal/{'x' * 250}",
+    "wal/deep/1-9.1.0123abcd.log.gz",
+    "files/7.1.0123abcd",
+    "files",
+    "topics/orders/1-9.1.0123abcd.log.gz",
+    "topics/a b/1/0/0-9.1.0123abcd.log.gz",
+    "tables/é\udcff/1/0/9.1.0123abcd.log.gz",
+    "state/newest.gz",
+    f"state/{9:020d}",
+    "commits/00000000000000000099.tmp",
+    "commits/last",
+]
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+@pytest.mark.sampled(6)
+def test_a_name_that_is_no_objects_harms_nothing_and_stays(data, place, daily, name):
+    lineage = Path(data, "lineage").read_text().strip()
+    key = f"{lineage}/{name}"
+    if "/" in name:
+        copier(data, place).turn()
+    path = Path(f"{place.root}/{key}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name in ("wal", "files"):  # in a bucket a key may have the name of a directory
+        real = place.names
+        place.names = lambda prefix, after="": [*real(prefix, after), *([key] if prefix == key else [])]
+    else:
+        path.write_bytes(b"garbage")
+    copying = copier(data, place)
+    for _ in range(2):
+        copying.turn()
+    assert name in ("wal", "files") or path.read_bytes() == b"garbage"
+    assert not copying.missing and wal_of(place, data) == local_wal(data)
+
+
+def test_an_object_under_another_name_is_not_deleted_as_an_orphan(data, place, daily):
+    copier(data, place).turn()
+    victim = next(Path(place.root).glob("*/wal/*"))
+    first, claim, rest = victim.name.split(".", 2)
+    other = victim.rename(victim.with_name(f"{first}.{int(claim) - 1}.{rest}"))
+    copying = copier(data, place)
+    copying.turn()
+    assert other.exists() and [row.values["key"] for row in copying.missing] == [f"wal/{victim.name}"]
+    other.rename(victim)
+
+
 def test_a_process_that_was_overtaken_deletes_nothing_of_the_next_one(data, place, daily):
     """It does not know of the next claim yet; the next process has made an object, and no commit of it."""
     old, new = copier(data, place), copier(data, place)
@@ -359,7 +411,9 @@ def test_all_names_are_looked_at_in_parts_and_a_missing_object_is_said_while_the
         copying.turn()
         turns += 1
         assert turns < 50
-    assert turns > 1 and [key.rpartition("/")[2] for key in copying.missing] == [victim.name]
+    assert turns > 1 and [row.values["key"] for row in copying.missing] == [f"wal/{victim.name}"]
+    first, last = victim.name.partition(".")[0].split("-")
+    assert copying.missing[0].what == f"WAL seqs {first} to {last}"
     assert copying.copied == wal.last_stored(str(data))[0]
     made[0].close()
     made[1].close()

@@ -462,11 +462,13 @@ class Partition:
     def highest_shown(self) -> DatedRecord | None:
         """Return the first of the messages that are shown with the highest time; None if the partition is empty.
 
-        Records that lie in rows do not count: they are older than what the disk has.
+        Records that lie in rows do not count, because they are older than what the disk has; unless it has none.
         """
         if not self._owner.shows_receipt(self.topic):
             cold = self._log.last_cold()
-            return self._owner.times_of(self).highest(self.start() if cold is None else cold[1], self.read)
+            found = self._owner.times_of(self).highest(self.start() if cold is None else cold[1], self.read)
+            if found is not None or cold is None:
+                return found
         start, end = self.bounds()  # the last record of a partition is never compacted
         end = gaps.before(self.gaps(), end)
         last = self._log.stamp_of(end - 1) if start < end else None
