@@ -28,7 +28,7 @@ _ACTS = {
         *(LINES_OUT, "/podbus.v1.PodBus/Consume", "/podbus.v1.PodBus/ConsumeStream"),
         *("/kmq.v1.Kmq/Fetch", "/kmq.v1.Kmq/Subscribe"),
         *("consume", "commit", "nack", "seek", "joinGroup", "heartbeat", "leaveGroup"),
-        *("messages", "follow", "letters", "ledger", "findOffset", "cuts", "records"),
+        *("messages", "follow", "letters", "ledger", "findOffset", "cuts", "logRows", "records"),
         *("Kafka.Fetch", "Kafka.ListOffsets", "Kafka.OffsetForLeaderEpoch", "Kafka.DescribeProducers"),
         *("Kafka.OffsetCommit", "Kafka.OffsetFetch", "Kafka.FindCoordinator", "Kafka.JoinGroup", "Kafka.SyncGroup"),
         *("Kafka.Heartbeat", "Kafka.LeaveGroup", "Kafka.DescribeGroups", "Kafka.ListGroups"),

@@ -13,7 +13,8 @@ from kmq.config.settings import Settings, load
 from kmq.errors import BusyError, ConfigError, CorruptError
 from kmq.log import identity
 from kmq.logfmt import Logger
-from kmq.tier.restore import CopySource, Restore, age_s, check_target, find_source, settle
+from kmq.tier.commits import CopySource
+from kmq.tier.restore import Restore, age_s, check_target, find_source, settle
 from kmq.tier.store import Store, StoreError, open_store
 
 _LIVING_S = 3600.0  # a broker whose last commit is younger may still live

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 class From(NamedTuple):
     """Where to read: directories, or brokers over HTTP."""
 
-    path: Annotated[str, typer.Option("--path", help="Data directories, comma-separated; default: KMQ_DATA.")] = ""
+    path: Annotated[
+        str,
+        typer.Option(
+            "--path",
+            help="Data directories, comma-separated; default: KMQ_DATA. For a batch also a copy in a store: s3://…, file:///….",
+        ),
+    ] = ""
     brokers: Annotated[str, typer.Option("--brokers", help="Read over HTTP instead: host:port[,host:port].")] = ""
     token_file: Annotated[str, typer.Option("--token-file", help="File with the bearer token for --brokers.")] = ""
     ca: Annotated[str, typer.Option("--ca", help="PEM file of the authorities to trust, for https:// and TLS.")] = ""
@@ -35,6 +41,7 @@ class From(NamedTuple):
     def options(self) -> dict[str, str]:
         """Return the options of format("kmq"). Raises ConfigError if options contradict each other."""
         from kmq.config.settings import load
+        from kmq.spark.paths import store_url
 
         if self.path and self.brokers:
             raise ConfigError("give --path or --brokers, not both")
@@ -43,7 +50,9 @@ class From(NamedTuple):
             return {"kmq.bootstrap.servers": self.brokers} | self.connection() | patience
         if self.patience:
             raise ConfigError("--patience: applies to gateways only; give --brokers, or leave it out")
-        return {"path": self.path or load().data}
+        settings = load()
+        path = self.path or settings.data
+        return {"path": path} | ({"tier": settings.tier} if settings.tier and not store_url(path) else {})
 
     def connection(self) -> dict[str, str]:
         """Return the options for token and TLS. Raises ConfigError if the token cannot be read."""
@@ -173,6 +182,7 @@ _OF_COMMANDS = {
     r"subscribe(?==)": "--topics",
     r"kmq\.bootstrap\.servers": "--brokers",
     r"kmq\.patience": "--patience",
+    r"option tier\b": "KMQ_TIER",
     r"kmq\.ssl\.ca\.location": "--ca",
     r"kmq\.ssl\.certificate\.location": "--cert",
     r"kmq\.ssl\.key\.location": "--key",

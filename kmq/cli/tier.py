@@ -15,13 +15,13 @@ from kmq.config import terminal
 from kmq.config.settings import Settings, load
 from kmq.errors import EXIT_FAILED, ConfigError
 from kmq.log import identity
-from kmq.log.rows import TierFile, TierRow, cached_path
+from kmq.log.rows import TierFile, TierRow, cached_path, full_key
 from kmq.repair.objects import NO_TIER, TierAccess
 from kmq.tier import objects
 from kmq.tier.cache import TierCache
 from kmq.tier.commits import CommitLine, CommitLog, DamagedError, TierState
 from kmq.tier.store import MissingError, Store, open_store
-from kmq.tier.turn import DIRECTORY, Leadership, Nonces, claim_line, compare, full_key
+from kmq.tier.turn import DIRECTORY, Leadership, Nonces, claim_line, compare
 
 tier_app = typer.Typer(
     no_args_is_help=True,

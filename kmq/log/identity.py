@@ -165,9 +165,14 @@ def _parse(text: str) -> tuple[int, int, int | None] | None:
 def marks_from(path: str) -> int:
     """Return the first seq whose routing key may have a mark; NEVER if the directory has no marks yet."""
     try:
-        parsed = _parse(read(path, "format"))
+        return marks_in(read(path, "format"))
     except FileNotFoundError:
         return NEVER
+
+
+def marks_in(text: str) -> int:
+    """Return what `marks_from` returns for a directory with this `format`."""
+    parsed = _parse(text.strip())
     return NEVER if parsed is None or parsed[2] is None else parsed[2]
 
 

@@ -26,11 +26,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from kmq.files import find_tail
-from kmq.log import gaps, segment
+from kmq.log import gaps, identity, rows, segment
 from kmq.log.damage import DamageError
 from kmq.log.gaps import Gaps
 from kmq.log.index import IndexEntry, read_entries
-from kmq.log.rows import NotHereError
+from kmq.log.rows import LogRows, NotHereError
 from kmq.log.segment import RECV_TS, SEQ, CheckedLines, first_at, is_stored, last_line, within
 from kmq.log.segment_reader import READ_BYTES, UNKNOWN, LineStart, SegmentReader, Segments
 from kmq.message import record
@@ -286,6 +286,20 @@ class LogReader:
         local = segments.first(0) if len(segments) else 0
         row = segments.with_rows().last_row
         return None if row is None else (row.times[1], local)
+
+    def rows(self, start: int = 0, end: int = 1 << 63) -> LogRows:
+        """Return the rows in force that have records of start…end-1, and what of the partition they are for.
+
+        Reads the file `tier` only if `start` lies before the first segment.
+        """
+        segments = self._segments()
+        local = segments.first(0) if len(segments) else 0
+        if start >= local or not self.has_rows:
+            return LogRows(0, local, local, [])
+        found, first = rows.of(self.directory), segments.first_offset()
+        lineage = identity.lineage(rows.label_of(self.directory)[1])
+        wanted = [row for row in found.rows if row.base < end and row.next > start]
+        return LogRows(found.life, first, local, [row._replace(key=rows.full_key(lineage, row.key)) for row in wanted])
 
     def gaps(self) -> Gaps:
         """Return the gaps of a partition, in order; almost every partition has none."""

@@ -7,10 +7,10 @@
         0 gap orders/3 life=130 from=1512 to=1001000000 why=fork
         start 1200
 
-`add`, a row: the records 1000…1511 are an object of the store. `drop`: rows that end there are no longer in force; if it
-lies after the end of the last row, the next row begins there. `gap`: offsets that no record has (gaps.py). `start`:
-readers find nothing before it. The number in front is that of the commit (kmq/tier/commits.py). `life` is the from_seq
-of the topic.
+`add`, a row: the records 1000…1511 are an object of the store. `drop`: rows that end there are no longer in force. If it
+lies inside of a row, the partition begins there. If it lies after the end of the last row, the next row begins there.
+`gap`: offsets that no record has (gaps.py). `start`: readers find nothing before it. The number in front is that of the
+commit (kmq/tier/commits.py). `life` is the from_seq of the topic.
 
 Owner       the router. It takes lines of this life that follow the last row, syncs them, and only then counts them.
 Invariant   Rows lie one after the other: a row begins where the last one ends, after the gap there, or at a later drop.
@@ -80,6 +80,42 @@ class TierRow(
         stamps = {self.next - 1: (self.seqs[1], self.times[1]), self.base: (self.seqs[0], self.times[0])}
         return stamps.get(offset)
 
+    def to_json(self) -> dict[str, int | str]:
+        (low, high), (since, until) = self.seqs, self.times
+        return {
+            "base": self.base,
+            "next": self.next,
+            "first_seq": low,
+            "last_seq": high,
+            "first_ts": since,
+            "last_ts": until,
+            "bytes": self.nbytes,
+            "size": self.size,
+            "sha256": self.sha256,
+            "last_crc32": self.last,
+            "key": self.key,
+            "commit": self.commit,
+        }
+
+    @classmethod
+    def of_json(cls, found: dict[str, int | str]) -> "TierRow":
+        """Raises KeyError, ValueError if a field is missing or wrong."""
+        names = (
+            "commit",
+            "base",
+            "next",
+            "first_seq",
+            "last_seq",
+            "first_ts",
+            "last_ts",
+            "bytes",
+            "size",
+            "last_crc32",
+        )
+        commit, base, following, low, high, since, until, nbytes, size, last = (int(found[name]) for name in names)
+        sha256, key = str(found["sha256"]), str(found["key"])
+        return cls(commit, base, following, (low, high), (since, until), nbytes, size, sha256, last, key)
+
     def text(self) -> str:
         """Return what follows `add <log> life=<life> `."""
         (low, high), (since, until) = self.seqs, self.times
@@ -104,6 +140,20 @@ def parse_row(commit: int, text: str) -> TierRow | None:
         return None
     sizes = int(found[7]), int(found[8])
     return TierRow(commit, base, following, (low, high), (since, until), *sizes, found[9], int(found[10]), found[11])
+
+
+def full_key(lineage: str, key: str) -> str:
+    """Return where an object lies. Rows name objects of another lineage by their full keys."""
+    return key if FULL_KEY.match(key) else f"{lineage}/{key}"
+
+
+class LogRows(namedtuple("LogRows", ("life", "first_offset", "local_offset", "rows"))):
+    """What a reader of the store needs of a log: its rows in force, by full keys.
+
+    Readers find nothing before `first_offset`, and nothing from `local_offset` on in the rows.
+    """
+
+    __slots__ = ()
 
 
 class ColdPart(namedtuple("ColdPart", ("local", "rows", "nbytes"))):
@@ -148,9 +198,7 @@ class TierFile:
         """Return this file for another lineage. Its rows name objects of this lineage, so by full keys."""
         made = self.copy()
         made.head = self.head.replace(f"lineage={self.lineage} ", f"lineage={lineage} ", 1)
-        made.rows = [
-            row if FULL_KEY.match(row.key) else row._replace(key=f"{self.lineage}/{row.key}") for row in self.rows
-        ]
+        made.rows = [row._replace(key=full_key(self.lineage, row.key)) for row in self.rows]
         return made
 
     def lines(self) -> list[str]:

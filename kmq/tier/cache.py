@@ -26,13 +26,12 @@ from kmq.errors import CorruptError
 from kmq.files import FULL, give_up
 from kmq.log import identity, rows
 from kmq.log.index import IndexWriter
-from kmq.log.rows import TierRow
+from kmq.log.rows import TierRow, full_key
 from kmq.log.segment import last_line
 from kmq.message import record
 from kmq.tier import objects
 from kmq.tier.objects import CheckedPieces, ObjectError
 from kmq.tier.store import MissingError, Store, StoreError, get
-from kmq.tier.turn import full_key
 
 _MAKING = ".making-"
 _UNREAD_S = 30.0  # so long an object stays that nobody has read

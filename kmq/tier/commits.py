@@ -14,8 +14,9 @@
     drop wal before=8012 why=retention                 rows that end there are no longer in force; the next may begin there
     drop orders/0 life=130 why=deleted                 this table or file is no longer in force
     add orders/3 life=130 base=1000 next=1512 …        a row of a partition (kmq/log/rows.py)
-    drop orders/3 life=130 before=1512 why=retention   rows that end there are no longer in force; beyond the last row:
-                                                       the next one begins there. why=deleted: the partition is gone
+    drop orders/3 life=130 before=1512 why=retention   rows that end there are no longer in force; inside of a row: the
+                                                       partition begins there; beyond the last row: the next one begins
+                                                       there. why=deleted: the partition is gone
     gap orders/3 life=130 from=1512 to=9000 why=fork   offsets that no record has; the next row begins after them
     gone <key>                                         a dropped object was deleted
 
@@ -435,6 +436,39 @@ def lineages(store: Store) -> Iterator[str]:
         if _LINEAGE.fullmatch(lineage):
             yield lineage
         after = f"{lineage}0"  # after all keys of that lineage
+
+
+class CopySource(NamedTuple):
+    """A lineage in the store, and what its commits say."""
+
+    lineage: str
+    commits: CommitLog
+
+    @property
+    def state(self) -> TierState:
+        return self.commits.state
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.number("bytes") for row in self.state.rows())
+
+
+def copies(store: Store, writer: str = "", lineage: str = "") -> list[CopySource]:
+    """Return the lineages without a successor, or only this one, whether it has one or not.
+
+    Of a restore that was killed before it began its lineage the commits do not count. Raises DamagedError, StoreError.
+    """
+    sources: dict[str, CopySource] = {}
+    for name in [lineage] if lineage else lineages(store):
+        commits = CommitLog(store, name, writer)
+        if commits.read().number:
+            sources[name] = CopySource(name, commits)
+
+    def is_left_over(each: CopySource) -> bool:
+        origin = sources.get(each.state.origin)
+        return origin is not None and origin.state.successor != each.lineage
+
+    return [each for each in sources.values() if lineage or not (each.state.successor or is_left_over(each))]
 
 
 def timestamp() -> str:

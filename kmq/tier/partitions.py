@@ -325,7 +325,10 @@ class PartitionCopier:
     # --- what is no longer needed ------------------------------------------------------------------------------------
 
     def drops(self, state: TierState, found: list[TieredPartition]) -> list[CommitLine]:
-        """Return the drops that are due: rows before the start of their partition, and rows of deleted topics."""
+        """Return the drops that are due: rows before the start of their partition, and rows of deleted topics.
+
+        A start inside of a row is said too, although the row stays: who reads the store alone begins there.
+        """
         lines = []
         for each in found:
             if not each.log.rows:
@@ -334,9 +337,10 @@ class PartitionCopier:
                 start = rows.of(directory_of(self._data, each.topic, each.number)).start
             except DamageError:
                 continue  # it is laid out again
-            gone = [row.next for row in each.log.rows if row.next <= start]
-            if gone:
-                lines.append(line("drop", each.name, life=each.life, before=gone[-1], why="retention"))
+            is_inside = any(row.base < start < row.next for row in each.log.rows)
+            before = start if is_inside else max((row.next for row in each.log.rows if row.next <= start), default=0)
+            if before > each.log.before:
+                lines.append(line("drop", each.name, life=each.life, before=before, why="retention"))
         deleted = {(each.topic, each.from_seq) for each in deletions.read(self._data)} if state.logs else set()
         for (name, life), log in state.logs.items():
             if (name.rpartition("/")[0], life) in deleted and log.end is not None:

@@ -21,7 +21,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from kmq.config.settings import Settings
 from kmq.errors import ConfigError, CorruptError, DataExistsError
@@ -29,12 +28,13 @@ from kmq.files import give_up, make_directory, replace_file, sync_directory, syn
 from kmq.log import deletions, gaps, identity, rows, segment, topics
 from kmq.log.identity import RESTORING
 from kmq.log.index import IndexWriter
+from kmq.log.rows import full_key
 from kmq.logfmt import Logger
 from kmq.router import fork
 from kmq.tier import fetch, objects
-from kmq.tier.commits import CommitLine, CommitLog, TierState, line, lineages, numbered
+from kmq.tier.commits import CommitLine, CommitLog, CopySource, TierState, copies, line, numbered
 from kmq.tier.store import Store
-from kmq.tier.turn import DIRECTORY, Nonces, full_key
+from kmq.tier.turn import DIRECTORY, Nonces
 
 _WHOLE = "whole"
 _MAY_BE_THERE = {RESTORING, "lost+found"}
@@ -42,39 +42,12 @@ _COPIES = {deletions.NAME: deletions.COPY, gaps.NAME: gaps.COPY}  # files that l
 _WRITTEN_BYTES = 8 << 20  # between two calls of `progress`
 
 
-class CopySource(NamedTuple):
-    """What a restore begins with: the lineage in the store, and what its commits say."""
-
-    lineage: str
-    commits: CommitLog
-
-    @property
-    def state(self) -> TierState:
-        return self.commits.state
-
-    @property
-    def nbytes(self) -> int:
-        return sum(row.number("bytes") for row in self.state.rows())
-
-
 def find_source(store: Store, lineage: str, writer: str) -> CopySource | None:
     """Return the lineage to restore, the only one without a successor; None if the store has none.
 
-    Of a restore that was killed before it began its lineage the commits do not count.
-
     Raises CorruptError if there are several, or `lineage` is not there.
     """
-    found: list[CopySource] = []
-    sources: dict[str, CopySource] = {}
-    for name in [lineage] if lineage else lineages(store):
-        commits = CommitLog(store, name, writer)
-        if commits.read().number:
-            sources[name] = CopySource(name, commits)
-    for name, each in sources.items():
-        origin = sources.get(each.state.origin)
-        is_left_over = origin is not None and origin.state.successor != name
-        if lineage or not (each.state.successor or is_left_over):
-            found.append(each)
+    found = copies(store, writer, lineage)
     if lineage and not found:
         raise CorruptError(f"the store has no lineage {lineage}")
     if len(found) > 1:

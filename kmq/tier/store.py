@@ -66,14 +66,17 @@ class Store(Protocol):
         """Return when a key was made, by the clock of the store, in unix seconds. Only `clock_offset` needs it."""
 
 
-def open_store(url: str) -> Store:
-    """Return the store at `url`. Raises ConfigError if the URL names none, or its library is not installed."""
+def open_store(url: str, option: str = "KMQ_TIER") -> Store:
+    """Return the store at `url`. Raises ConfigError if the URL names none, or its library is not installed.
+
+    `option`: what named it, for errors.
+    """
     parts = urlsplit(url)
     if parts.scheme == "file":
         if parts.netloc or not parts.path.startswith("/"):
-            raise ConfigError(f"KMQ_TIER={url}: must be file:// and an absolute path, such as file:///mnt/nfs/kmq")
+            raise ConfigError(f"{option}={url}: must be file:// and an absolute path, such as file:///mnt/nfs/kmq")
         return DirectoryStore(unquote(parts.path).rstrip("/"))
-    return ObjectStore(url)
+    return ObjectStore(url, option)
 
 
 def get(store: Store, key: str) -> bytes:
@@ -262,16 +265,16 @@ def _make_directories(path: str, root: str) -> None:
 class ObjectStore:
     """S3 and stores that speak it, by obstore. Credentials and endpoint are the library's: AWS_*, files, roles."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, option: str = "KMQ_TIER") -> None:
         try:
             import obstore
             from obstore import store
         except ImportError as err:
-            raise ConfigError(f"KMQ_TIER={url}: a bucket needs: {pip_install('tier')}") from err
+            raise ConfigError(f"{option}={url}: a bucket needs: {pip_install('tier')}") from err
         self._library: Any = obstore
         self._from_url: Any = store.from_url
         self._more = {"disable_bulk_delete": True} if urlsplit(url).scheme in ("s3", "s3a") else {}  # not all have it
-        self._url = url
+        self._url, self._option = url, option
         self._stores: dict[float, Any] = {}
         self._within(0)
 
@@ -286,7 +289,7 @@ class ObjectStore:
                 retries = {"max_retries": 0}
                 found = self._from_url(self._url, client_options=options, retry_config=retries, **self._more)
             except Exception as err:
-                raise ConfigError(f"KMQ_TIER={self._url}: {_words(err)}") from err
+                raise ConfigError(f"{self._option}={self._url}: {_words(err)}") from err
             if len(self._stores) > 8:
                 self._stores.clear()
             self._stores[seconds] = found
@@ -344,8 +347,13 @@ _CREDENTIALS = re.compile(
     re.S,
 )
 
+_XML = re.compile(r"(?:<\?xml[^>]*>\s*)?<Error>.*?<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?.*", re.S)
+
 
 def _words(err: Exception) -> str:
-    """Return the first lines of an error of the library, without its dump of internal values, and without credentials."""
-    words = _CREDENTIALS.sub("", str(err).partition("\nDebug source:")[0])
+    """Return the first lines of an error of the library, without its dump of internal values, and without credentials.
+
+    Of a document of S3 its code and message are left.
+    """
+    words = _XML.sub(r"\1: \2", _CREDENTIALS.sub("", str(err).partition("\nDebug source:")[0]))
     return " ".join(words.split())[:500]

@@ -45,7 +45,7 @@ from kmq.files import replace_file
 from kmq.links.role import FOLLOWING, RolePage
 from kmq.log import checkpoint, identity, passes, reader, topic_changes, topics, wal
 from kmq.log.damage import DamageError
-from kmq.log.rows import FULL_KEY
+from kmq.log.rows import FULL_KEY, full_key
 from kmq.log.segment import Limits, last_line, within
 from kmq.logfmt import Logger
 from kmq.message import record
@@ -125,11 +125,6 @@ class TurnOptions(NamedTuple):
     limits: Callable[[], Limits] = Limits
     every: float | None = 60.0
     leadership: Leadership | None = None
-
-
-def full_key(lineage: str, key: str) -> str:
-    """Return where an object lies. Rows name objects of another lineage by their full keys."""
-    return key if FULL_KEY.match(key) else f"{lineage}/{key}"
 
 
 class SmallFiles(NamedTuple):

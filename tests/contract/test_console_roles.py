@@ -85,6 +85,7 @@ CALLS = [
     ("GET", "/api/topics/t/consume", None, {"consume", "admin", "all"}),
     ("GET", "/api/topics/t/messages", None, {"consume", "admin", "all"}),
     ("GET", "/v1/logs/t/0/records", None, {"consume", "admin", "all"}),
+    ("GET", "/v1/logs/t/0/rows", None, {"consume", "admin", "all"}),
     ("POST", "/api/topics/t/seek", {"group": "g", "to": "earliest"}, {"consume", "admin", "all"}),
     ("GET", "/api/overview", None, {*ROLES, "all"}),
     ("GET", "/api/session", None, {*ROLES, "all"}),

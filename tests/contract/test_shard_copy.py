@@ -13,9 +13,9 @@ from test_shard_status import PORTS, Brokers
 from waiting import until
 
 from kmq.log import committed, identity, reader
+from kmq.log.rows import full_key
 from kmq.tier.commits import CommitLog, decode
 from kmq.tier.store import get, open_store
-from kmq.tier.turn import full_key
 
 MESSAGES = 20_000
 

@@ -23,10 +23,11 @@ from kmq.errors import KmqError
 from kmq.links import role
 from kmq.links.role import FOLLOWING, STARTING, RolePage
 from kmq.log import committed, identity
+from kmq.log.rows import full_key
 from kmq.log.wal import Wal
 from kmq.tier import objects, store
 from kmq.tier.commits import CommitLog, decode
-from kmq.tier.turn import Copier, Leadership, TurnOptions, full_key
+from kmq.tier.turn import Copier, Leadership, TurnOptions
 
 LINEAGE = "7" * 32
 _FAR = 1e9  # of the monotonic clock

@@ -21,12 +21,13 @@ from tier_stores import LyingStore
 
 from kmq.errors import KmqError
 from kmq.log import identity, reader, rows, segment, wal
+from kmq.log.rows import full_key
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.router.queues import Queues
 from kmq.tier import objects
 from kmq.tier.commits import CommitLog
-from kmq.tier.turn import Copier, TurnOptions, full_key
+from kmq.tier.turn import Copier, TurnOptions
 
 
 class Violated(AssertionError):

@@ -7,7 +7,13 @@ import pytest
 from pages import PAGES, PATIENCE_S, paste, pasted_blocks, text
 
 # tests/spark pastes them
-ELSEWHERE = ["docs/spark.md", "docs/spark-reading.md", "docs/spark-tables.md", "docs/spark-writing.md"]
+ELSEWHERE = [
+    "docs/spark.md",
+    "docs/spark-reading.md",
+    "docs/spark-tables.md",
+    "docs/spark-tier.md",
+    "docs/spark-writing.md",
+]
 # What cannot run here: why, and how many blocks. Who marks a block changes this too, and somebody sees it.
 MARKED = {
     "README.md": {"needs a cluster": 1, "takes half an hour": 1},

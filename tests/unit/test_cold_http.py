@@ -5,9 +5,13 @@ import json
 import os
 
 import pytest
+from api_client import document
+from jsonschema import Draft202012Validator
 from log_server import up
 from made_up import FIRST_TS
 from tiered import cold_broker
+
+from kmq.tier import objects
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -93,3 +97,30 @@ def test_while_the_store_is_away_it_says_cold_and_when_to_come_again(made, broke
     os.rename(f"{made.store.root}-away", made.store.root)
     status, _, body = get(broker, "/api/topics/t/consume?partition=0&offset=0&timeoutMs=60000")
     assert status == 200 and json.loads(body)["messages"][0]["offset"] == 0
+
+
+def test_rows_in_force_are_told_to_who_reads_objects_itself(made, broker):
+    status, _, body = get(broker, "/v1/logs/t/0/rows")
+    found = json.loads(body)
+    assert status == 200
+    assert (found["first_offset"], found["local_offset"], found["end_offset"]) == (0, made.local()[0], 400)
+    assert [(row["base"], row["next"]) for row in found["rows"]] == made.rows()
+    for row in found["rows"]:
+        content = b"".join(made.store.get(row["key"]))
+        lines = b"".join(objects.unpack([content], row["key"]))
+        assert lines == b"".join(made.sent[row["base"] : row["next"]])
+        assert (row["bytes"], row["size"]) == (len(lines), len(content))
+    shape = Draft202012Validator({"$ref": "#/components/schemas/LogRows", "components": document()["components"]})
+    shape.validate(found)
+    third = found["rows"][2]
+    some = json.loads(get(broker, f"/v1/logs/t/0/rows?start={third['base']}&end={third['next']}")[2])
+    assert some["rows"] == [third] and some["first_offset"] == 0
+    assert json.loads(get(broker, "/v1/logs/__append/0/rows")[2])["rows"] == []
+    assert get(broker, "/v1/logs/t/9/rows")[0] == 404
+
+
+def test_a_damaged_tier_file_is_a_refusal_that_names_it(made, broker):
+    with open(f"{made.data}/topics/t/0/tier", "ab") as file:
+        file.write(b"rubbish\n")
+    status, _, body = get(broker, "/v1/logs/t/0/rows")
+    assert status == 500 and json.loads(body)["code"] == "damaged" and "topics/t/0/tier" in json.loads(body)["message"]

@@ -185,9 +185,9 @@ def test_another_file_system_is_named_where_only_this_one_can_be_read(tmp_path, 
     what = f"{place.partition(':')[0]}: is another file system; must be a directory"
     with pytest.raises(ConfigError, match=what):
         checkpoint.find([place])
-    with pytest.raises(ConfigError, match=f"path '{place}': {what}"):
-        options.ReadOptions({"path": place, "subscribe": "t"})
-    if not place.startswith("s3a"):
+    if not place.startswith("s3a"):  # a bucket may have the copy of a broker
+        with pytest.raises(ConfigError, match=f"path '{place}': {what}"):
+            options.ReadOptions({"path": place, "subscribe": "t"})
         with pytest.raises(ConfigError, match=f"--to '{place}': {what}.* or s3://bucket/prefix"):
             tables.open_table(place, "parquet", ())
     assert list(tmp_path.iterdir()) == []

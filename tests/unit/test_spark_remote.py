@@ -27,7 +27,8 @@ from kmq.spark.pipelines.archive import LetterWriter
 from kmq.spark.sessions import check_master
 from kmq.spark.sink.targets import Destination, WriteOptions
 from kmq.spark.source import brokers, ends, planner
-from kmq.spark.source.brokers import Directory, Layout, open_broker, recognised
+from kmq.spark.source.broker import Layout
+from kmq.spark.source.brokers import Directory, open_broker, recognised
 from kmq.spark.source.brokers import Remote as PatientRemote
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.planner import QueryLogs

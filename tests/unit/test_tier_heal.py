@@ -279,6 +279,7 @@ def read_all(made):
                 assert (err.code, answer["code"]) == (500, "damaged"), answer
                 row = rows.holding(rows.of(made.directory()).rows, offset)
                 assert f"offset {row.base} to {row.next - 1}" in answer["message"]
+                assert "run kmq tier verify --deep" in answer["message"], "the local log is whole"
                 refused += range(row.base, row.next)
                 offset = row.next
     return found, refused

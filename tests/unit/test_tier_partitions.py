@@ -63,6 +63,22 @@ def test_an_object_that_ends_with_the_checkpoint_has_whole_lines_with_carriage_r
     made.kill()
 
 
+def test_commits_say_where_a_partition_begins_inside_of_an_object(made):
+    made.send(*lines(400))
+    made.turn()
+    log = made.queues.logs.log_of(made.queues.in_force.table[b"t"], 0)
+    for start in (made.rows()[1][0] + 7, made.rows()[1][0] + 9):
+        made.queues.retention.begin_at([(log, start)])
+        made.turn()
+        made.turn()
+        found = made.state.logs["t/0", 1]
+        assert found.before == start and found.rows[0].base < start < found.rows[0].next
+    state = made.state
+    assert decode_state(state.encode(), state.number).encode() == state.encode()
+    made.turn()
+    assert made.state.number == state.number and made.begin() == start
+
+
 def test_a_segment_that_is_missing_drops_no_row(made):
     """Retention and starts say what they delete, in router.ckpt or `tier`. A file that is not there says nothing."""
     made.send(*lines(300))

@@ -27,7 +27,7 @@ from kmq.broker.stats import StatsPage
 from kmq.errors import ConfigError, KmqError
 from kmq.gateway.core.broker import RequestRefused
 from kmq.log import rows, segment
-from kmq.log.damage import DamageError
+from kmq.log.damage import EXAMINE_COPY, DamageError
 from kmq.log.rows import NotHereError
 from kmq.logfmt import Logger
 
@@ -299,4 +299,4 @@ def refusal(found: ColdObject) -> RequestRefused:
 
 def damage_of(found: ColdObject, err: BaseException) -> DamageError:
     row = found.err.row
-    return DamageError(f"{found.path}/log", 0, row.nbytes, row.base, row.next, str(err))
+    return DamageError(f"{found.path}/log", 0, row.nbytes, row.base, row.next, str(err), EXAMINE_COPY)

@@ -16,6 +16,10 @@
     GET /v1/logs/{topic}/{partition}/…
       offset?time=|seq=                  {"offset"} of the first record at or after that time of receipt (µs), or seq
       cuts?bytes=[&start=&end=]          {"cuts": […]}: offsets that cut start…end into pieces of about that size
+      rows[?start=&end=]                 {"life", "first_offset", "local_offset", "end_offset", "rows": […]}: the rows in
+                                         force with records of start…end-1 (kmq/log/rows.py): where old records lie in
+                                         KMQ_TIER, for readers that get objects themselves. Those before local_offset are
+                                         on no disk of the broker
       records[?start=&end=&max_bytes=]   the stored lines as they are; KMQ-First-Offset and KMQ-Next-Offset say which
 
 A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable. These are
@@ -89,6 +93,7 @@ class LogCalls:
                 web.get("/v1/logs", answering(self.logs)),
                 web.get(f"{at_log}/offset", answering(self.offset)),
                 web.get(f"{at_log}/cuts", answering(self.cuts)),
+                web.get(f"{at_log}/rows", answering(self.rows)),
                 web.get(f"{at_log}/records", answering(self.records), allow_head=False),
             ]
         )
@@ -249,9 +254,20 @@ class LogCalls:
 
     def _range(self, request: web.Request) -> tuple[LogReader, int, int]:
         """Return the log that the path names, and the range of offsets that the query names."""
-        start, end = (_number(name, request.query.get(name, default)) for name, default in _RANGE.items())
+        start, end = _query_range(request)
         topic, log = self._named_log(request)
         return log, start, min(end, self._readable_end(topic))
+
+    async def rows(self, request: web.Request) -> web.Response:
+        def find() -> dict[str, object]:
+            start, end = _query_range(request)
+            topic, log = self._named_log(request)
+            first, log_end = self._ends(topic, int(request.match_info["partition"]))
+            found = log.rows(start, end)
+            rows = [row.to_json() for row in found.rows]
+            return {**found._asdict(), "first_offset": first, "end_offset": log_end, "rows": rows}
+
+        return web.json_response(await self._run(find))
 
     async def records(self, request: web.Request) -> web.StreamResponse:
         max_bytes = _number("max_bytes", request.query.get("max_bytes", "0"))
@@ -296,6 +312,11 @@ class LogCalls:
 
 
 _RANGE = {"start": "0", "end": str(END)}
+
+
+def _query_range(request: web.Request) -> tuple[int, int]:
+    start, end = (_number(name, request.query.get(name, default)) for name, default in _RANGE.items())
+    return start, end
 
 
 async def _sendfile(request: web.Request, span: Span) -> None:

@@ -374,6 +374,14 @@ FILES = (  # logs.py
         errors="not_found",
     ),
     _log(
+        f"{_ONE}/rows",
+        "logRows",
+        "Which old records lie in KMQ_TIER: objects with offsets, seqs, times (µs), sizes and sha256",
+        *_numbers("start", "end"),
+        errors="not_found",
+        reply=Reply("rows in force, in order", ref("LogRows")),
+    ),
+    _log(
         f"{_ONE}/records",
         "records",
         "The stored lines as they are",

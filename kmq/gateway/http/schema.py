@@ -445,6 +445,27 @@ SCHEMAS: dict[str, Schema] = {
         nacked=number("messages that were given back, and wait to be delivered again or committed"),
         overtaken=number("messages that were deleted before the group had read them, since the gateway's start"),
     ),
+    "LogRows": record(
+        life=number("the seq with which the topic began"),
+        first_offset=number("with which the log begins for readers"),
+        local_offset=number("the first one that the broker has on its disk"),
+        end_offset=number("of the next record"),
+        rows=array(ref("LogRow")),
+    ),
+    "LogRow": record(
+        base=number("the first offset"),
+        next=number("the offset after the last one"),
+        first_seq=number("of the first record"),
+        last_seq=number("of the last record"),
+        first_ts=number("when the first record was received, µs since the epoch"),
+        last_ts=number("the same of the last record"),
+        bytes=number("of lines"),
+        size=number("of the object, in bytes"),
+        sha256=text("of the object"),
+        last_crc32=number("of its last line"),
+        key=text("of the object, below the prefix of KMQ_TIER; it begins with the lineage"),
+        commit=number("that made the row"),
+    ),
     **CONSOLE_SCHEMAS,
 }
 

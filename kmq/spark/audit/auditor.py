@@ -35,7 +35,7 @@ from kmq.spark.audit.comparison import (
 )
 from kmq.spark.audit.findings import THE_WAL, Evidence, EvidenceRow, OffsetRange, TopicPartition
 from kmq.spark.audit.snapshot import AuditTask, BrokerSnapshot, OlderTask
-from kmq.spark.source.brokers import Broker
+from kmq.spark.source.broker import Broker
 from kmq.spark.source.columns import Block, Numbers
 
 # --- one queue, line by line -----------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from kmq.spark.audit.findings import (
     TopicPartition,
 )
 from kmq.spark.audit.snapshot import AuditTask, BrokerSnapshot
-from kmq.spark.source.brokers import Broker
+from kmq.spark.source.broker import Broker
 from kmq.spark.source.columns import Block, Lines, Numbers, of_bytes
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from kmq.message.routing import Table, Topic, lives, table
 from kmq.repair import ledger as ledgers
 from kmq.spark.audit.findings import THE_WAL, DamagedBytes, OffsetRange, SeqRange, TopicPartition
 from kmq.spark.connections import Access
-from kmq.spark.source.brokers import Broker, open_broker
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import SPLIT_BYTES
 
@@ -87,11 +88,12 @@ class AuditSource(NamedTuple):
     name: str
     is_path: bool
     access: Access
+    tier: str
     snapshot: BrokerSnapshot
     bucket: int  # µs
 
     def open(self) -> Broker:
-        return open_broker(self.name, self.is_path, self.access)
+        return open_broker(self.name, self.is_path, self.access, tier=self.tier)
 
 
 def sources(where: dict[str, str]) -> list[AuditSource]:
@@ -99,9 +101,10 @@ def sources(where: dict[str, str]) -> list[AuditSource]:
     options = ReadOptions(where | {"subscribe": WAL})
     opened = []
     for name in options.brokers:
-        broker = open_broker(name, bool(options.paths), options.access)
+        broker = open_broker(name, bool(options.paths), options.access, tier=options.tier)
         taken = take(broker)
-        opened.append(AuditSource(name, bool(options.paths), options.access, taken, _bucket(broker, taken)))
+        bucket = _bucket(broker, taken)
+        opened.append(AuditSource(name, bool(options.paths), options.access, options.tier, taken, bucket))
     return opened
 
 

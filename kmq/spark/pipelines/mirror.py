@@ -44,7 +44,8 @@ from kmq.spark.pipelines.options import MIRROR_EVERY, MirrorOptions, complete, v
 from kmq.spark.pipelines.table import is_adopted, starting
 from kmq.spark.sink.routing import unambiguous
 from kmq.spark.sink.targets import TRUST, Target
-from kmq.spark.source.brokers import Broker, Directory, Layout
+from kmq.spark.source.broker import Broker, Layout
+from kmq.spark.source.brokers import Directory
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.planner import QueryLogs
 from kmq.spark.streaming import streams

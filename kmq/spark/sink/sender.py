@@ -39,7 +39,7 @@ from kmq.message.routing import Topic
 from kmq.message.text import decode_payload
 from kmq.sending.failures import Fenced, NotAnswered, Refused
 from kmq.spark.sink.targets import AGAIN, TRUST, WriteOptions, check, producer
-from kmq.spark.source.brokers import Broker
+from kmq.spark.source.broker import Broker
 
 # --- stored records --------------------------------------------------------------------------------------------------
 

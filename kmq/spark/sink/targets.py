@@ -28,7 +28,8 @@ from kmq.message.ids import NAME_PATTERN
 from kmq.sending.protocol import ERR, format_hello, read_greeting
 from kmq.spark.connections import TIMEOUT_S, TLS_OPTIONS, Access, ShardDoors, Tls, check_options, duration, tls_of
 from kmq.spark.paths import local_path
-from kmq.spark.source.brokers import Broker, Directory, open_broker, recognised
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import Directory, open_broker, recognised
 from kmq.spark.source.options import places
 from kmq.wire.refusals import RETRYABLE
 

@@ -27,7 +27,6 @@ from pyspark.sql.types import StructType
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL
 from kmq.spark.source import ends, plan
-from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.ends import EARLIEST, LATEST
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets
@@ -55,7 +54,7 @@ class TaskReader:
             return  # Spark's placeholder if there is nothing to read
         from kmq.spark.source import batches
 
-        broker = open_broker(partition.broker, partition.is_path, partition.access, partition.data_id)
+        broker = partition.open()
         spans, fails = partition.spans, partition.fail_on_data_loss
         if not self._consume:
             yield from batches.read(broker, spans, self._selection, fails)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kmq.log.reader import WAL
 from kmq.spark.source import columns
-from kmq.spark.source.brokers import Broker
+from kmq.spark.source.broker import Broker
 from kmq.spark.source.columns import KEY_BYTES, ColumnSelection, Lines
 from kmq.spark.source.plan import DataLossError, OffsetSpan, warn_skipped
 

@@ -2,8 +2,8 @@
 
     open_broker("a:8082", is_path=False).bounds(["orders"])   → {("orders", 0): (first offset, next offset), …}
 
-`Broker` is the interface that a reader needs: the partitions of topics, and the WAL. An implementation keeps only
-caches: each call reads again, on the driver or in a task.
+Both are a Broker (broker.py). With option `tier` a task gets old records that lie in the store from there (store.py), and
+only what the disk of the broker has from the broker.
 
 Remote      Only a connection, so that any process may send requests. A Remote can be pickled; in another process it
             connects anew. The gateway's side is kmq/gateway/http/logs.py.
@@ -37,7 +37,7 @@ from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
 from ssl import SSLContext, SSLError
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from kmq.config.settings import SHM
@@ -47,7 +47,8 @@ from kmq.log import gaps, identity, reader, segment_reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.gaps import Gap, Gaps
 from kmq.log.reader import WAL
-from kmq.log.segment import COMPACT
+from kmq.log.rows import LogRows, NotHereError, TierRow, full_key
+from kmq.log.segment import COMPACT, RECV_TS, SEQ
 from kmq.logfmt import Logger
 from kmq.spark.connections import (
     PATIENCE_S,
@@ -60,6 +61,9 @@ from kmq.spark.connections import (
     check_logins,
     gateway_address,
 )
+from kmq.spark.paths import scheme
+from kmq.spark.source.broker import Broker, Layout, LogBounds
+from kmq.spark.source.store import Lineage, StoreReader, blocks
 
 if TYPE_CHECKING:
     from kmq.spark.source.columns import Lines
@@ -67,96 +71,16 @@ if TYPE_CHECKING:
 BLOCK_BYTES = segment_reader.READ_BYTES  # size of the blocks handed out
 AT_A_TIME = 32  # gateways that are asked at the same time
 
-LogBounds = dict[tuple[str, int], tuple[int, int]]  # (topic, partition) → first offset, next offset to be assigned
-
-
-class Layout(NamedTuple):
-    """How keys map to the partitions of a topic."""
-
-    partitions: int
-    partitioner: str
-    is_compacted: bool = False
-
-
-class Broker(Protocol):
-    """One broker's logs: the partitions of its topics, and as topic `__append`, partition 0, its WAL (offset = seq)."""
-
-    name: str  # as the user spells it
-    gaps: dict[tuple[str, int], Gaps]  # of the partitions, at the last look at their bounds (kmq/log/gaps.py)
-
-    def ancestors(self) -> list[str]:
-        """Return the ids that the data directory had before it was forked."""
-        ...
-
-    def identity(self) -> str:
-        """Return the id of the data directory: another directory at the same place has another id."""
-        ...
-
-    def marks_from(self) -> int:
-        """Return the first seq whose routing key may have a mark (kmq/log/identity.py)."""
-        ...
-
-    def topics(self) -> dict[str, Layout]:
-        """Return how keys map to partitions in each topic, without the WAL."""
-        ...
-
-    def bounds(self, topics: Sequence[str]) -> LogBounds:
-        """Return (topic, partition) → (first offset, next offset to be assigned). Missing topics are left out."""
-        ...
-
-    def survey(self, topics: Sequence[str], wants: Callable[[str], bool]) -> tuple[str, Callable[[], LogBounds]]:
-        """Return `identity`, and a function that returns `bounds` of these topics; if empty, of all that `wants`
-        accepts.
-        """
-        ...
-
-    def stamp_at_end(self, topic: str, partition: int, offset: int) -> tuple[int, int] | None:
-        """Return (seq, recv_ts in µs) of the record before `offset`, if `offset` was the end at the last look at the
-        bounds.
-        """
-        ...
-
-    def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
-        """Return the offset of the first record received then (µs since the epoch) or later; without one, the end."""
-        ...
-
-    def offsets_of_time(self, logs: Sequence[tuple[str, int]], micros: int) -> dict[tuple[str, int], int]:
-        """Return the offset of that time in each of several partitions."""
-        return {log: self.offset_of_time(*log, micros) for log in logs}
-
-    def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
-        """Return the offset of the first record with this seq or a higher one; without one, the end."""
-        ...
-
-    def ledger(self) -> dict[str, Any]:
-        """Return the broker's own accounts beside its logs: see kmq.repair.ledger.read."""
-        ...
-
-    def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
-        """Return ascending offsets that cut the records from `start` to `end` into ranges of about `nbytes`."""
-        ...
-
-    def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
-        """Yield the whole stored lines of the offsets start…end-1, in order, checked, in blocks.
-
-        A bare newline is a compacted record. The blocks begin later if retention has removed the start, and end early
-        if the log does: callers check the offsets. Raises DamageError at bytes that must not be served.
-        """
-        ...
-
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the same blocks as (offset of the first line, lines)."""
-        return ((lines.offset, lines.data) for lines in self.blocks(topic, partition, start, end))
-
-
 # --- a data directory ------------------------------------------------------------------------------------------------
 
 
 class Directory(Broker):
     """A data directory, whether its broker runs or not."""
 
-    def __init__(self, name: str, path: str = "") -> None:
+    def __init__(self, name: str, path: str = "", tier: str = "") -> None:
+        """`tier`: the URL of the store with its old records; "": they cannot be read."""
         self.name, self.path = name, os.path.abspath(path or name)
+        self._store = StoreReader(tier)
         # LogReaders remember where their log ended: finding the new end costs less.
         self._readers: dict[tuple[str, int], reader.LogReader] = {}
         self.gaps: dict[tuple[str, int], Gaps] = {}
@@ -246,13 +170,30 @@ class Directory(Broker):
         return self._readers[topic, partition]
 
     def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
-        return self._log(topic, partition).offset_of_time(micros)
+        log = self._log(topic, partition)
+        return self._offset_of(topic, partition, log.offset_of_time, micros, RECV_TS)
 
     def stamp_at_end(self, topic: str, partition: int, offset: int) -> tuple[int, int] | None:
         return self._log(topic, partition).stamp_at_end(offset)
 
     def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
-        return self._log(topic, partition).offset_of_seq(seq)
+        return self._offset_of(topic, partition, self._log(topic, partition).offset_of_seq, seq, SEQ)
+
+    def _offset_of(self, topic: str, partition: int, find: Callable[[int], int], target: int, field: int) -> int:
+        try:
+            return find(target)
+        except NotHereError as err:
+            self._check_tier(topic, partition, err.row)
+            row = err.row._replace(key=full_key(identity.lineage(self.path), err.row.key))
+            found = self._store.offset_of(row, target, field)
+            return max(row.next if found is None else found, self._log(topic, partition).first_offset)
+
+    def _check_tier(self, topic: str, partition: int, row: TierRow) -> None:
+        if not self._store.url:
+            raise ConfigError(
+                f"{self.name} {topic}/{partition}: offsets {row.base} to {row.next - 1} lie in the store alone; set option"
+                " tier to the URL of that store, or read through the gateway (kmq.bootstrap.servers)"
+            )
 
     def ledger(self) -> dict[str, Any]:
         from kmq.repair import ledger
@@ -265,7 +206,19 @@ class Directory(Broker):
     def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
         from kmq.spark.source import columns
 
-        return columns.read_lines(self._log(topic, partition), start, end, BLOCK_BYTES)
+        log = self._log(topic, partition)
+
+        def rows_of(low: int, high: int, missing: str) -> LogRows:
+            found = log.rows(low, high)
+            first, stop = max(low, found.first_offset), min(high, found.local_offset)
+            if row := next((row for row in found.rows if row.next > first and row.base < stop), None):
+                self._check_tier(topic, partition, row)
+            return found
+
+        def local(low: int, high: int) -> "Iterator[Lines]":
+            return columns.read_lines(log, low, high, BLOCK_BYTES)
+
+        return local(start, end) if topic == WAL else blocks(self._store, rows_of, local, start, end)
 
 
 # --- a gateway over HTTP ---------------------------------------------------------------------------------------------
@@ -286,9 +239,13 @@ class Remote(Broker):
 
     _context: SSLContext | None = None
 
-    def __init__(self, name: str, access: Access = PLAIN, data_id: str = "") -> None:
-        """`data_id`: read only this data directory, and wait for it without a limit."""
+    def __init__(self, name: str, access: Access = PLAIN, data_id: str = "", tier: str = "") -> None:
+        """`data_id`: read only this data directory, and wait for it without a limit.
+
+        `tier`: the URL of the store from which old records come; "": from the gateway, as all others.
+        """
         self.name, self._access, self._data_id = name, access, data_id
+        self._store = StoreReader(tier, patience_s=access.patience_s)
         self._idle: list[HTTPConnection] = []  # one, unless several requests ran at the same time
         self.addresses = [gateway_address(part, access) for part in name.split(",")]
         self._last: dict[tuple[str, int], tuple[int, list[int] | None]] = {}  # end, and stamp of the record before it
@@ -298,8 +255,8 @@ class Remote(Broker):
     def __del__(self) -> None:  # a Broker has no close method
         self.close()
 
-    def __reduce__(self) -> tuple[type["Remote"], tuple[str, Access, str]]:
-        return Remote, (self.name, self._access, self._data_id)
+    def __reduce__(self) -> tuple[type["Remote"], tuple[str, Access, str, str]]:
+        return Remote, (self.name, self._access, self._data_id, self._store.url)
 
     # --- the interface -----------------------------------------------------------------------------------------------
 
@@ -380,7 +337,26 @@ class Remote(Broker):
     def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
         return list(self._get(_at(topic, partition, "cuts", start=start, end=end, bytes=nbytes), "cuts")["cuts"])
 
+    def rows(self, topic: str, partition: int, start: int, end: int) -> LogRows:
+        """Return the rows in force that have records of start…end-1."""
+        target = _at(topic, partition, "rows", start=start, end=end)
+        found = self._get(target, *LogRows._fields)
+        rows = [TierRow.of_json(row) for row in found["rows"]]
+        return LogRows(found["life"], found["first_offset"], found["local_offset"], rows)
+
     def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
+        def local(low: int, high: int) -> "Iterator[Lines]":
+            return self._served(topic, partition, low, high)
+
+        def rows_of(low: int, high: int, missing: str) -> LogRows:
+            return self.rows(topic, partition, low, high)
+
+        return (
+            blocks(self._store, rows_of, local, start, end) if self._store.url and topic != WAL else local(start, end)
+        )
+
+    def _served(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
+        """Yield the same from the gateway alone."""
         from kmq.spark.source import columns
 
         offset, trial = start, _Trial(self._access.patience_s, bool(self._data_id))
@@ -670,9 +646,11 @@ def _look(remote: Remote) -> Any:
         remote.close()
 
 
-def open_broker(name: str, is_path: bool, access: Access = PLAIN, data_id: str = "") -> Broker:
+def open_broker(name: str, is_path: bool, access: Access = PLAIN, data_id: str = "", tier: str = "") -> Broker:
     """Return the broker of this name: a path, or host:port of a gateway; of a shard also `a:8082,b:8082`.
 
-    `data_id`: see Remote.
+    A path with a scheme is a lineage in a store. `data_id`, `tier`: see Remote.
     """
-    return Directory(name) if is_path else Remote(name, access, data_id)
+    if is_path and scheme(name):
+        return Lineage(name)
+    return Directory(name, tier=tier) if is_path else Remote(name, access, data_id, tier)

@@ -1,9 +1,12 @@
 """The options of format("kmq"), named as in Spark's Kafka source. An error names the wrong option.
 
-path                     data directories, comma-separated, each may be a glob: pods/*/data
+path                     data directories, comma-separated, each may be a glob: pods/*/data; batch: also the copy of a broker in
+                         a store, as of its last commit: s3://bucket/kmq, file:///mnt/nfs/kmq; …/<lineage> if it has several
 kmq.bootstrap.servers    or brokers over HTTP: host:8082,host:8082 (the gateways); the addresses of one shard are one broker
 kmq.token, kmq.ssl.*, kmq.timeout, kmq.patience
                          how to connect to them: kmq/spark/connections.py
+tier                     where old records come from that only KMQ_TIER has: broker (default), or the URL of that store: tasks get
+                         its objects themselves, with their own credentials; with a data directory the URL is needed
 subscribe                topics, comma-separated; __append is the WAL
 subscribePattern         or topics by a regular expression (of the whole name; KMQ's own topics, __*, only if it begins
                          so)
@@ -45,6 +48,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
+from kmq.config import values
 from kmq.config.values import parse_bytes, parse_duration
 from kmq.errors import ConfigError, quotation
 from kmq.log.reader import WAL
@@ -52,15 +56,25 @@ from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.spark import connections
 from kmq.spark.connections import Access, check_logins, check_options
-from kmq.spark.paths import directory_here
+from kmq.spark.paths import directory_here, scheme, store_url
 from kmq.spark.source import ends
 from kmq.spark.source.brokers import recognised
 
 MAX_TRIGGER_DELAY_S = 900.0
 MAX_GROUP = 200  # bytes of a group's name
+_BROKER = "broker"  # of option tier
 Number = TypeVar("Number", int, float)
 OPTIONS = (
-    *("path", "paths", "kmq.bootstrap.servers", *connections.OPTIONS, "subscribe", "subscribePattern", "assign"),
+    *(
+        "path",
+        "paths",
+        "kmq.bootstrap.servers",
+        *connections.OPTIONS,
+        "tier",
+        "subscribe",
+        "subscribePattern",
+        "assign",
+    ),
     *("startingOffsets", "startingOffsetsByTimestamp", "startingTimestamp", ends.STRATEGY),
     *("endingOffsets", "endingOffsetsByTimestamp", "endingTimestamp", "maxOffsetsPerTrigger", "maxBytesPerTrigger"),
     *("minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions", "maxRecordsPerPartition", "failOnDataLoss"),
@@ -114,6 +128,7 @@ class ReadOptions:
         named = self.servers or self.paths
         if len(set(named)) < len(named):
             raise ConfigError(f"{'path' if self.paths else 'kmq.bootstrap.servers'}: names a broker twice")
+        self.tier = self._tier_url()
         self._check_topics()
         self.start = ends.parse(options, "starting", named)
         self.end = ends.parse(options, "ending", named)
@@ -131,6 +146,19 @@ class ReadOptions:
         self.group_id = self._group()
         self.include_headers = self._flag("includeHeaders", False)
         self.include_origin = self._flag("includeOrigin", False)
+
+    def _tier_url(self) -> str:
+        """Return the URL of the store that tasks read themselves; "" without one."""
+        text = self._given.get("tier", _BROKER).strip()
+        if text.lower() == _BROKER:
+            return ""
+        if self.paths and all(map(scheme, self.paths)):
+            raise ConfigError("tier: `path` is a store itself, which is read without a broker; leave it out")
+        try:
+            return values.store_url(text)
+        except ValueError:
+            wanted = "broker, or the URL of a store: s3://<bucket>/<prefix>, file:///<directory>"
+            raise ConfigError(f"tier={quotation(text, is_path=True)}: must be {wanted}") from None
 
     def _limits(self) -> None:
         """Parse the limits of a micro-batch and a task; 0 is no limit."""
@@ -234,6 +262,11 @@ class ReadOptions:
         for name in _BATCH_ONLY:
             if name.lower() in self._given:
                 raise ConfigError(f"{name}={self._given[name.lower()][:80]!r}: a stream has no end; spark.read has one")
+        for path in filter(scheme, self.paths):
+            raise ConfigError(
+                f"path={quotation(path, is_path=True)}: a copy is as of its last commit, and spark.read reads it; a stream"
+                " needs a data directory, or kmq.bootstrap.servers"
+            )
         if self.push_filters:
             raise ConfigError("pushFilters='true': a stream reads what its checkpoint says; leave it out")
 
@@ -323,6 +356,8 @@ def _paths(options: Mapping[str, str]) -> list[str]:
 
 
 def _expand(path: str) -> list[str]:
+    if url := store_url(path):
+        return [url]
     path = directory_here(path, "path")
     if not glob.has_magic(path):
         return [path]

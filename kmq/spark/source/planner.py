@@ -42,11 +42,14 @@ from kmq.log.reader import WAL
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.spark.connections import Access, ReplacedError, UnreachableError, have_one_address, nearest
+from kmq.spark.paths import scheme
 from kmq.spark.source import ends, plan
-from kmq.spark.source.brokers import AT_A_TIME, LOOK_S, Broker, open_broker, recognised
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import AT_A_TIME, LOOK_S, open_broker, recognised
 from kmq.spark.source.ends import LATEST
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpan, Stamp, StreamPosition
+from kmq.spark.source.store import Lineage
 
 HOLD_S = 2.0  # with onUnreachable=hold: how long a plan waits for a broker that has just failed
 _PAUSE_S = 1.0  # between two looks whether the old volume of a broker is back
@@ -131,12 +134,22 @@ class Task(InputPartition):
     """Ranges of one broker, and all that another process needs to read them, one after the other."""
 
     def __init__(
-        self, spans: Sequence[OffsetSpan], is_path: bool, access: Access, fail_on_data_loss: bool, data_id: str
+        self, spans: Sequence[OffsetSpan], options: ReadOptions, data_id: str, lineage: Lineage | None = None
     ) -> None:
-        """`data_id`: the task reads only this data directory, and waits for it without a limit; "": see Remote."""
-        self.broker = spans[0].key[0]
-        self.spans = spans
-        self.is_path, self.access, self.fail_on_data_loss, self.data_id = is_path, access, fail_on_data_loss, data_id
+        """`data_id`: the task reads only this data directory, and waits for it without a limit; "": see Remote.
+
+        `lineage`: what the task reads, as of the commit that the plan has seen.
+        """
+        self.broker, self.spans = spans[0].key[0], spans
+        self._data_id, self._lineage = data_id, lineage
+        self._is_path, self._access, self._tier = bool(options.paths), options.access, options.tier
+        self.fail_on_data_loss = options.fail_on_data_loss
+
+    def open(self) -> Broker:
+        """Return the broker that has the records."""
+        if self._lineage is not None:
+            return self._lineage
+        return open_broker(self.broker, self._is_path, self._access, self._data_id, self._tier)
 
 
 class QueryLogs:
@@ -155,7 +168,7 @@ class QueryLogs:
         return {name: self._open(name) for name in self.options.brokers}
 
     def _open(self, name: str) -> Broker:
-        return open_broker(name, bool(self.options.paths), self._access(HOLD_S))
+        return open_broker(name, bool(self.options.paths), self._access(HOLD_S), tier=self.options.tier)
 
     def _access(self, patience_s: float) -> Access:
         """Return how a plan connects. `patience_s`: with onUnreachable=hold, in place of kmq.patience."""
@@ -371,6 +384,8 @@ class QueryLogs:
         if topic in counts:
             has = ", ".join(map(str, range(counts[topic])))
             raise ConfigError(f"assign: there is no partition {partition} of topic {topic!r} at {where}; it has {has}")
+        if any(map(scheme, self.options.paths)):
+            where += ", which has rows of topics with tier=on, tables, and all others in its WAL: subscribe __append"
         raise ConfigError(
             f"topic {topic!r} does not exist at {where}{nearest(topic, counts)}; subscribePattern takes what there is"
         )
@@ -393,9 +408,13 @@ class QueryLogs:
         self, shares: Iterable[Sequence[OffsetSpan]], identities: Mapping[str, str] | None = None
     ) -> list[Task]:
         """`identities`: data ids of the brokers that tasks wait for."""
-        options, ids = self.options, identities or {}
-        made = (bool(options.paths), options.access, options.fail_on_data_loss)
-        return [Task(share, *made, ids.get(share[0].key[0], "")) for share in shares]
+        ids, tasks = identities or {}, []
+        for share in shares:
+            name = share[0].key[0]
+            broker = self.brokers[name]
+            lineage = broker.only(share) if isinstance(broker, Lineage) else None
+            tasks.append(Task(share, self.options, ids.get(name, ""), lineage))
+        return tasks
 
 
 def _by_broker(keys: Iterable[Key]) -> dict[str, list[tuple[str, int]]]:

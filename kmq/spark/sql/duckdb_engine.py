@@ -42,7 +42,8 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.spark.source import batches, columns
-from kmq.spark.source.brokers import Broker, open_broker
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import LEAST_BYTES, MOST_TASKS, OffsetSpan, without_gaps
 from kmq.spark.sql.shell import GROUPS_VIEW, Engine, GroupRow, QueryResult, Views, group_rows, unknown_topic
@@ -248,7 +249,7 @@ class TopicTable(ds.Dataset):  # type: ignore[misc]
 def _all_spans(options: ReadOptions) -> Iterator[tuple[Broker, OffsetSpan]]:
     """Yield all current records of the requested topics, as ranges by broker, topic and partition."""
     for name in options.brokers:
-        broker = open_broker(name, bool(options.paths), options.access)
+        broker = open_broker(name, bool(options.paths), options.access, tier=options.tier)
         there = [*broker.topics()] if options.pattern else options.topics
         bounds = broker.bounds([topic for topic in there if options.wants(topic)])
         for (topic, partition), (first, end) in sorted(bounds.items()):

@@ -35,7 +35,8 @@ from kmq.errors import EXIT_OK, ConfigError
 from kmq.gateway.groups.offset_table import TOPIC, OffsetTable, decode_key, decode_payload, partition_lag, scan
 from kmq.log.reader import WAL
 from kmq.spark import failures
-from kmq.spark.source.brokers import Broker, open_broker
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import ReadOptions
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def group_rows(source: Mapping[str, str]) -> Iterator[GroupRow]:
     """Yield the rows of all brokers, by group, topic and partition."""
     options = ReadOptions({**source, "subscribe": WAL})
     for name in options.brokers:
-        yield from _rows_of(open_broker(name, bool(options.paths), options.access))
+        yield from _rows_of(open_broker(name, bool(options.paths), options.access, tier=options.tier))
 
 
 def _rows_of(broker: Broker) -> Iterator[GroupRow]:
@@ -218,7 +219,7 @@ class Shell:
     def topics(self) -> list[str]:
         """Return the names of the topics that exist now."""
         options = ReadOptions({**self.source, "subscribe": WAL})
-        opened = (open_broker(name, bool(options.paths), options.access) for name in options.brokers)
+        opened = (open_broker(name, bool(options.paths), options.access, tier=options.tier) for name in options.brokers)
         return sorted({topic for broker in opened for topic in broker.topics()})
 
     def run(self, text: str) -> None:

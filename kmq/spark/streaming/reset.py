@@ -30,7 +30,7 @@ from kmq.errors import BusyError, ConfigError, KmqError, quotation
 from kmq.files import replace_file
 from kmq.links.ownership import describe
 from kmq.spark.connections import have_one_address
-from kmq.spark.source.brokers import Broker
+from kmq.spark.source.broker import Broker
 from kmq.spark.source.plan import Key, Offsets, StreamPosition, least, name_of, to_json
 from kmq.spark.streaming.checkpoint import Checkpoint, Logged, identities, is_ours, positions
 from kmq.spark.streaming.status import AS_NAMED, Sources, ends_seen

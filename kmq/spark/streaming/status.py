@@ -19,7 +19,8 @@ from kmq.log import gaps, reader
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.spark.connections import PLAIN, Access, ReplacedError
-from kmq.spark.source.brokers import Broker, Directory, open_broker, recognised
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import Directory, open_broker, recognised
 from kmq.spark.source.plan import Key, least
 from kmq.spark.streaming.checkpoint import Checkpoint, identities, offsets_of, positions
 
