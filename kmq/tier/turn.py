@@ -185,6 +185,7 @@ class Copier:
         self.commits = CommitLog(store, self.lineage, f"{self._id}@{socket.gethostname()}")
         self.is_claimed = False
         self._is_read = False  # all commits, by a follower
+        self._has_all_tables = False  # each has a row: the last look at them has seen this
         self._epoch = 0  # of the claim, in a shard
         self._wal_at, self._files_at = 0.0, -_FILES_S  # monotonic: when the WAL and all files went up last
         uploads = Uploads(self._key, self._upload, self._commit, self._rest)
@@ -349,19 +350,15 @@ class Copier:
         """
         first = at = reader.first_seq(self.data)
         rows = [line("drop", "wal", before=first, why="retention")]
-        while True:
-            found = SmallFiles.of(self.data, are_all=True)
-            if at > max(found.routed_seq, found.producers_seq):
-                tables = [*self._table_rows(found)]
-                if _is_as_read(self.data, found):
-                    break
-            elif (row := self._wal_row(at, max(high, self._options.durable()))) is None:
+        found = SmallFiles.of(self.data, are_all=True)  # once: under load there is a later checkpoint after each object
+        while at <= max(found.routed_seq, found.producers_seq):
+            if (row := self._wal_row(at, max(high, self._options.durable()))) is None:
                 return False
-            else:
-                rows.append(row)
-                at = row.number("last") + 1
+            rows.append(row)
+            at = row.number("last") + 1
             if reader.first_seq(self.data) > first:
                 return False
+        tables = [*self._table_rows(found)]
         self._commit(*rows, *tables, *self._file_rows(found))
         self._files_at = time.monotonic()
         return True
@@ -403,7 +400,7 @@ class Copier:
         state = self.commits.state
         covered = [row.number("seq") for row in state.tables.values()]
         covered += [state.files[name].number("seq") if name in state.files else 0 for name in FILES[:2]]
-        needed = min(min(covered) + 1, waiting)
+        needed = min(min(covered) + 1, waiting) if self._has_all_tables else 0
         gone = [last for last in self._expired() if last < needed]
         if gone:
             self._commit(line("drop", "wal", before=gone[-1] + 1, why="retention"))
@@ -416,10 +413,13 @@ class Copier:
 
     def _table_rows(self, found: SmallFiles) -> Iterator[CommitLine]:
         """Copy each table up to the end that router.ckpt says: below it a log is on disk, and does not change."""
-        rows, lives = _checkpoint(self.data, found)
+        self._has_all_tables = False
+        if (parsed := _parsed(self.data, found.contents.get(FILES[0]))) is None:
+            return
+        rows, lives = parsed
         compacted = {table.name for table in passes.CompactedTopics(self.data).found()}
         wanted = {name for name in lives if name.startswith("__") or name in compacted}
-        seen = set()
+        seen, damaged = set(), set()
         for (topic, number), at in rows.items():
             if topic in wanted:
                 seen.add(f"{topic}/{number}")
@@ -427,12 +427,14 @@ class Copier:
                     row = self._table_row(topic, number, lives[topic], at.start, at.end_offset, found.routed_seq)
                 except DamageError as err:
                     self._log.error("tier_table_damaged", topic=topic, partition=number, reason=err)
+                    damaged.add(f"{topic}/{number}")
                     continue
                 if row is not None:
                     yield row
-        gone = {name: row for name, row in self.commits.state.tables.items() if rows and name not in seen}
-        for name, row in gone.items():
+        tables = self.commits.state.tables
+        for name, row in [(name, row) for name, row in tables.items() if rows and name not in seen]:
             yield line("drop", name, life=row.values["life"], why="deleted")
+        self._has_all_tables = damaged <= tables.keys()
 
     def _table_row(self, topic: str, number: int, life: int, start: int, end: int, seq: int) -> CommitLine | None:
         """Copy a table, and return its row; None if the row of before will do."""
@@ -627,20 +629,10 @@ def _seconds(micros: int) -> str:
     return record.format_ts(micros).decode()
 
 
-def _checkpoint(data: str, found: SmallFiles) -> tuple[checkpoint.Rows, dict[str, int]]:
-    """Return the rows of router.ckpt, and since when each topic is in force; nothing if the file has changed since."""
-    return (_parsed(data, found.contents.get(FILES[0])) if _is_as_read(data, found) else None) or ({}, {})
-
-
-def _is_as_read(data: str, found: SmallFiles) -> bool:
-    """Return True if router.ckpt has not changed since it was read."""
-    return _content(f"{data}/{FILES[0]}") == found.contents.get(FILES[0])
-
-
 def _parsed(data: str, content: bytes | None) -> tuple[checkpoint.Rows, dict[str, int]] | None:
-    """Return the same of this content, even if the file has changed since: below a checkpoint no partition changes.
+    """Return the rows of this router.ckpt, and since when each topic is in force. None if it is damaged, or not there yet.
 
-    None if it is damaged, or not there yet.
+    The file may have changed since: below a checkpoint no partition changes.
     """
     if content is None:
         return None
