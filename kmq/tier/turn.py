@@ -61,6 +61,7 @@ NAMED = ("dropped.log", "quarantine/log")  # they explain what the WAL lacks, so
 _FILES_S = 3600.0
 _TURNS = 5  # times KMQ_TIER_EVERY: after that a turn leaves the rest of the partitions to the next one
 _DELETE_S = 3600.0  # between a drop and the deletion: a reader may have planned with the row
+_DELETES_AT_ONCE = 200  # of a turn: some ten seconds, for which the WAL waits
 _SWEEP_S, _SWEEP_FIRST_S = 86_400.0, 3600.0  # between two looks at all names; the first one is no part of a start
 _NAMES_AT_ONCE = 10_000  # of a turn: the WAL does not wait for a whole look
 _KINDS = ("wal", "topics", "tables", "files")
@@ -557,9 +558,12 @@ class Copier:
         """Delete dropped objects an hour after this process first saw the drop. Objects of another lineage stay."""
         now, dropped = time.monotonic(), self.commits.state.dropped
         self._dropped_at = {key: self._dropped_at.get(key, now) for key in dropped}
-        due = [key for key, since in self._dropped_at.items() if now - since >= _DELETE_S]
+        due = [key for key, since in self._dropped_at.items() if now - since >= _DELETE_S][:_DELETES_AT_ONCE]
+        for key in due:
+            if not FULL_KEY.match(key):
+                self.store.delete([full_key(self.lineage, key)])
+            self._options.progress(0)
         if due:
-            self.store.delete([full_key(self.lineage, key) for key in due if not FULL_KEY.match(key)])
             self._commit(*(line("gone", key) for key in due))
 
     def _look_at_names(self) -> None:

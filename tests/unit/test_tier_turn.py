@@ -17,7 +17,7 @@ from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.router.queues import Queues
 from kmq.tier import turn as turn_module
-from kmq.tier.commits import AheadError, CommitLog, DamagedError, FencedError
+from kmq.tier.commits import AheadError, CommitLog, DamagedError, FencedError, line
 from kmq.tier.store import StoreError, get
 from kmq.tier.turn import Copier, TurnOptions, full_key
 
@@ -284,6 +284,26 @@ def test_rows_of_the_wal_go_once_the_local_wal_and_the_files_do_without_them(tmp
     assert not found.dropped
     keys = [key for key in place.names("") if "/wal/" in key]
     assert len(keys) == len(found.wal)
+
+
+def test_many_dropped_objects_are_deleted_in_parts_and_each_is_progress(tmp_path, place, monkeypatch):
+    """A topic of a terabyte has 16,000: at once they took longer than the process may be silent, again and again."""
+    monkeypatch.setattr(turn_module, "_DELETE_S", 0.0)
+    monkeypatch.setattr(turn_module, "_DELETES_AT_ONCE", 4)
+    data, seqs = write_data(tmp_path / "data", LINES[:100], {"orders": 2}), iter(range(10, 101, 10))
+    early = Copier(data, place, FakeLogger(), TurnOptions(1 << 26, 0, lambda: next(seqs)))
+    for _ in range(10):
+        early.turn()
+    early.commits.commit([line("drop", "wal", before=101, why="retention")], "n")
+    before, calls, delete = len(early.commits.state.dropped), [], place.delete
+    monkeypatch.setattr(place, "delete", lambda keys: calls.append("delete") or delete(keys))
+    options = TurnOptions(1 << 26, 0, lambda: 100, lambda nbytes: calls.append("progress"))
+    later = Copier(data, place, FakeLogger(), options)
+    for part in (4, 8, 10):
+        calls.clear()
+        later.turn()
+        assert before - len(later.commits.state.dropped) == part
+        assert "delete delete delete" not in " ".join(calls)  # the probe deletes, too
 
 
 def test_a_wal_that_went_before_it_was_copied_leaves_a_hole_that_is_named(tmp_path, place):
