@@ -15,6 +15,8 @@ Invariant   Nothing in the store is ahead of the rows of the WAL: a turn first r
             commit names it. A row of the WAL never goes before the files, tables and the local WAL can do without it.
 Hole        While the store is away the local WAL may go before it was copied. Where it goes on, one commit has the rows up
             to router.ckpt with it and the tables: an older one does not say which offsets follow the hole.
+Load        What is made as of a router.ckpt stays right when there are later ones: below a checkpoint no log changes. So no
+            step waits for a router that writes no checkpoint meanwhile.
 Crash       after an object     no commit names it: it is never read;
             after a commit      the next start reads all commits;
             after a drop        the object is deleted in a later turn: deletions repeat.

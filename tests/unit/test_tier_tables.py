@@ -1,12 +1,11 @@
 """Compacted topics go to the store as a whole, also under load, and no record of the WAL goes there before they have."""
 
 import gzip
-import os
 
 import pytest
 from tiered import TieredBroker, lines
 
-from kmq.log import dedupe_file, reader, segment, topics
+from kmq.log import dedupe_file, reader, topics
 from kmq.log.segment import Limits
 from kmq.tier.store import StoreError, get
 

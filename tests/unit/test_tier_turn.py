@@ -18,7 +18,7 @@ from kmq.log.wal import Wal
 from kmq.router.queues import Queues
 from kmq.tier import turn as turn_module
 from kmq.tier.commits import AheadError, CommitLog, DamagedError, FencedError, line
-from kmq.tier.store import StoreError, get
+from kmq.tier.store import DirectoryStore, StoreError, get
 from kmq.tier.turn import Copier, TurnOptions, full_key
 
 LINES = [b"orders.k%d|0|%d|%s" % (n % 5, n, b"x" * 400) for n in range(1, 501)]
@@ -164,6 +164,30 @@ def test_after_a_kill_behind_each_request_the_next_process_goes_on(data, place, 
             continue
         return
     raise AssertionError("no turn without a kill")
+
+
+def test_nothing_is_copied_to_the_disk_below_a_volume_that_is_not_mounted_for_a_while(tmp_path):
+    """A commit there left a gap in the numbers of the volume: damage for good."""
+    made = write_data(tmp_path / "data", LINES[:100], {"orders": 2}, closed=False)
+    data, volume, away = str(tmp_path / "data"), tmp_path / "volume", tmp_path / "away"
+    volume.mkdir()
+    place = DirectoryStore(str(volume / "kmq"))
+    copying = copier(data, place)
+    copying.turn()
+    append(made, LINES[100:200])
+    volume.rename(away)
+    volume.mkdir()
+    with pytest.raises(StoreError, match="mount"):
+        copying.turn()
+    with pytest.raises(StoreError, match="mount"):
+        list(place.names(""))
+    assert not [*volume.iterdir()]
+    volume.rmdir()
+    away.rename(volume)
+    copying.turn()
+    assert wal_of(place, data) == local_wal(data)
+    made[0].close()
+    made[1].close()
 
 
 def test_a_store_that_is_away_stops_nothing_and_what_was_missed_follows(data, place):
