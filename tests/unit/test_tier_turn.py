@@ -122,6 +122,7 @@ def test_whichever_request_goes_wrong_each_record_is_there_once(data, place, fat
         if place.plan:
             return
         shutil.rmtree(place.root)
+        os.mkdir(place.root)
         shutil.rmtree(f"{data}/tier")
         place.plan = []
     raise AssertionError("the plan never ended")
@@ -160,6 +161,7 @@ def test_after_a_kill_behind_each_request_the_next_process_goes_on(data, place, 
             copier(data, place, object_bytes=1 << 16).turn()
             assert wal_of(place, data) == local_wal(data)
             shutil.rmtree(place.root)
+            os.mkdir(place.root)
             shutil.rmtree(f"{data}/tier")
             continue
         return
