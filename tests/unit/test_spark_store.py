@@ -5,6 +5,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -26,6 +27,7 @@ from kmq.spark.source.plan import DataLossError, OffsetSpan
 from kmq.spark.source.planner import QueryLogs
 from kmq.spark.source.store import Lineage, StoreReader
 from kmq.spark.sql import duckdb_engine, shell
+from kmq.tier import objects
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -304,3 +306,20 @@ def test_the_library_of_a_bucket_is_not_imported_before_a_task_needs_it():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_object_is_in_memory_once_and_is_unpacked_without_copies_of_its_rest(tmp_path):
+    lines = [b"%d|" % n + os.urandom(500).replace(b"\n", b" ") + b"\n" for n in range(32_000)]  # as large when packed
+    packed = objects.pack(b"".join(lines[at : at + 2000]) for at in range(0, len(lines), 2000))
+    (tmp_path / "object").write_bytes(packed.content)
+    size = len(packed.content)
+    row = rows.TierRow(1, 0, len(lines), (1, 9), (1, 9), packed.nbytes, size, packed.sha256, 0, "object")
+    del packed
+    tracemalloc.start()
+    try:
+        assert sum(len(found.newlines) for found in StoreReader(f"file://{tmp_path}").lines(row, 0, len(lines))) == len(
+            lines
+        )
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * size + (6 << 20)
+    finally:
+        tracemalloc.stop()

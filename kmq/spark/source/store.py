@@ -51,7 +51,7 @@ class StoreReader:
         """`patience_s`: how long a store may be away."""
         self.url, self._option, self._patience_s = url, option, patience_s
         self._opened: Store | None = None
-        self._last = ("", b"")  # the object that was read last: its key and its content
+        self._last: tuple[str, bytes | bytearray] = ("", b"")  # the object that was read last: its key and its content
 
     def store(self) -> "Store":
         """Raises ConfigError if the URL names no store, or its library is not installed."""
@@ -91,20 +91,22 @@ class StoreReader:
                 return record.seq_of(lines[at]) if by_seq else found.offset + at
         return None
 
-    def content(self, row: TierRow) -> bytes:
+    def content(self, row: TierRow) -> bytes | bytearray:
         """Return the object of a row as it is stored, compared with the row. Raises ObjectError, MissingError, StoreError."""
         from kmq.tier.objects import CheckedPieces
         from kmq.tier.store import MissingError, StoreError
 
-        key, content = self._last
-        if key == row.key:
-            return content
+        if self._last[0] == row.key:
+            return self._last[1]
+        self._last = "", b""  # one object at a time
         pause, deadline = _PAUSES_S[0], time.monotonic() + self._patience_s
         while True:
             try:
-                content = b"".join(CheckedPieces(self.store().get(row.key), row.key, row.size, row.sha256))
-                self._last = row.key, content
-                return content
+                found = bytearray()  # not joined: that would be the object twice
+                for piece in CheckedPieces(self.store().get(row.key), row.key, row.size, row.sha256):
+                    found += piece
+                self._last = row.key, found
+                return found
             except MissingError:
                 self._check_store(row.key.partition("/")[0])
                 raise
