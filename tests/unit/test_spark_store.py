@@ -11,13 +11,14 @@ from itertools import pairwise
 import pytest
 from log_server import up
 from made_up import FIRST_TS
-from tiered import cold_broker, lines
+from tiered import TieredBroker, cold_broker, lines
 
 from kmq.cli.spark_options import From
 from kmq.errors import ConfigError, CorruptError, RetryError
-from kmq.log import rows
+from kmq.log import rows, topics
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
+from kmq.log.segment import Limits
 from kmq.spark.connections import Access
 from kmq.spark.source import batches, store
 from kmq.spark.source.broker import Broker
@@ -235,6 +236,29 @@ def test_gaps_of_a_lineage_are_left_out_of_plans(tmp_path):
     assert not [span for span in spans if span.start < 1_000_000 and span.end > COUNT]
     found = b"".join(block.lines for task in tasks for block, _ in batches.blocks(task.open(), task.spans, ["value"]))
     assert found == b"".join(made.sent[: COUNT + end - 1_000_000])
+
+
+def test_a_table_of_a_lineage_has_its_offsets_after_a_gap_too(tmp_path):
+    made = TieredBroker(tmp_path, Limits(segment_bytes=4096))
+    made.stop()
+    topics.declare(made.data, "c", 1, limits={"cleanup": "compact"})
+    made.start()
+    made.send(*lines(50, topic=b"c"))
+    made.fork(51, 1_000_000)
+    made.kill_copier()
+    made.send(*lines(50, 50, topic=b"c"))
+    made.turn()
+    made.stop()
+    logs = QueryLogs(ReadOptions({"path": url_of(made), "subscribe": "c"}))
+    [(key, (first, end))] = logs.bounds().items()
+    assert (first, end) == (0, 1_000_050)
+    tasks = [pickle.loads(pickle.dumps(task)) for task in logs.tasks([OffsetSpan(key, first, end)])]
+    found = [found for task in tasks for span in task.spans for found in task.open().read("c", 0, span.start, span.end)]
+    assert b"".join(text for _, text in found) == b"".join(made.sent)
+    offsets = [offset + n for offset, text in found for n in range(text.count(b"\n"))]
+    assert offsets == [*range(50), *range(1_000_000, 1_000_050)]
+    for seq in (1, 50, 51, 100):
+        assert Lineage(url_of(made)).offset_of_seq("c", 0, seq) == offsets[seq - 1]
 
 
 def test_of_several_lineages_the_path_names_one(made, tmp_path):

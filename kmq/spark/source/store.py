@@ -61,16 +61,22 @@ class StoreReader:
             self._opened = open_store(self.url, self._option)
         return self._opened
 
-    def lines(self, row: TierRow, start: int, end: int, by_seq: bool = False) -> "Iterator[Lines]":
-        """Yield the records start…end-1 of a row in blocks. Raises MissingError, StoreError; DamageError."""
+    def lines(
+        self, row: TierRow, start: int, end: int, by_seq: bool = False, found_gaps: Gaps = ()
+    ) -> "Iterator[Lines]":
+        """Yield the records start…end-1 of a row in blocks. Raises MissingError, StoreError; DamageError.
+
+        `found_gaps`: of the log. The row of a table may have some inside; no member of an object spans one.
+        """
         from kmq.spark.source import columns
         from kmq.tier import objects
 
-        offset = row.base
+        inside = tuple(gap for gap in found_gaps if gap.to <= row.next)
+        offset = gaps.passed(inside, row.base)
         try:
             for data in objects.unpack([self.content(row)], row.key):
                 lines = columns.of_bytes(record.seq_of(data) if by_seq else offset, data, by_seq)
-                offset = lines.next_offset
+                offset = gaps.passed(inside, lines.next_offset)
                 if offset > start and (found := lines.within(start, end, by_seq)):
                     yield found
                 if end <= offset < row.next:
@@ -83,9 +89,11 @@ class StoreReader:
     def damage(self, row: TierRow, err: Exception) -> DamageError:
         return DamageError(f"{self.url}/{row.key}", 0, row.size, row.base, row.next, str(err), EXAMINE_COPY)
 
-    def offset_of(self, row: TierRow, target: int, field: int, by_seq: bool = False) -> int | None:
+    def offset_of(
+        self, row: TierRow, target: int, field: int, by_seq: bool = False, found_gaps: Gaps = ()
+    ) -> int | None:
         """Return the offset of the first record of a row whose SEQ or RECV_TS is at least `target`; None without one."""
-        for found in self.lines(row, row.base, row.next, by_seq):
+        for found in self.lines(row, row.base, row.next, by_seq, found_gaps):
             lines = found.data.split(b"\n")[:-1]
             if (at := first_at(lines, target, field)) is not None:
                 return record.seq_of(lines[at]) if by_seq else found.offset + at
@@ -136,6 +144,7 @@ def blocks(
     start: int,
     end: int,
     by_seq: bool = False,
+    found_gaps: Gaps = (),
 ) -> "Iterator[Lines]":
     """Yield the records start…end-1 of a log in blocks: those of its rows from the store, later ones by `local`.
 
@@ -153,7 +162,7 @@ def blocks(
                 if row.next <= offset or row.base >= cold:
                     continue
                 missing = row.key if row.key == missing else ""
-                for lines in reader.lines(row, offset, min(cold, row.next), by_seq):
+                for lines in reader.lines(row, offset, min(cold, row.next), by_seq, found_gaps):
                     yield lines
                     offset = lines.next_offset
             offset = max(offset, cold)
@@ -204,7 +213,8 @@ class Lineage(Broker):
             mine = [span for span in spans if span.key[1:] == log]
             rows = [row for row in found.logs[log].rows if any(row.base < s.end and row.next > s.start for s in mine)]
             logs[log] = found.logs[log]._replace(rows=rows)
-        return Lineage(self.name, found._replace(logs=logs, gaps={}))
+        its_gaps = {log: each for log, each in found.gaps.items() if log in logs}
+        return Lineage(self.name, found._replace(logs=logs, gaps=its_gaps))
 
     # --- the interface -----------------------------------------------------------------------------------------------
 
@@ -254,7 +264,8 @@ class Lineage(Broker):
         log = self._read().logs[topic, partition]
         for row in log.rows:
             if (row.seqs[1], row.times[1])[field] >= target:
-                found = self._reader.offset_of(row, target, field, topic == WAL)
+                found_gaps = self._read().gaps.get((topic, partition), ())
+                found = self._reader.offset_of(row, target, field, topic == WAL, found_gaps)
                 if found is not None:
                     return int(max(found, log.first_offset))
         return int(log.local_offset)
@@ -278,7 +289,8 @@ class Lineage(Broker):
     def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
         nothing: Iterator[Lines] = iter(())
         rows_of = partial(self._rows, topic, partition)
-        return blocks(self._reader, rows_of, lambda low, high: nothing, start, end, topic == WAL)
+        found_gaps = self._read().gaps.get((topic, partition), ())
+        return blocks(self._reader, rows_of, lambda low, high: nothing, start, end, topic == WAL, found_gaps)
 
     def _rows(self, topic: str, partition: int, start: int, end: int, missing: str) -> LogRows:
         if missing:  # retention may have dropped the row after the query was planned
@@ -314,6 +326,7 @@ class Lineage(Broker):
         gaps_of = {
             _log_of(name): tuple(Gap(*pair) for pair in log.gaps) for (name, _), log in state.logs.items() if log.gaps
         }
+        gaps_of |= {_log_of(name): line.gaps for name, line in state.tables.items() if line.gaps}
         tables = frozenset(_log_of(name)[0] for name in state.tables)
         return LineageLogs(lineage, self._marks_from(state, lineage), _logs_of(state, lineage), gaps_of, tables)
 
