@@ -14,6 +14,7 @@ from made_up import FIRST_TS
 from tiered import TieredBroker, cold_broker, lines
 
 from kmq.cli.spark_options import From
+from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log import rows, topics
 from kmq.log.damage import DamageError
@@ -297,7 +298,7 @@ def test_options_name_a_store_or_a_directory(made, tmp_path):
     assert options(path=made.data, tier=url).tier == url and options(path=made.data, tier="broker").tier == ""
     for given, what in [
         ({"path": url, "tier": url}, "tier: `path` is a store itself"),
-        ({"path": made.data, "tier": "/mnt"}, "tier='/mnt': must be broker, or the URL of a store"),
+        ({"path": made.data, "tier": "/mnt"}, "tier='/mnt': must be broker, or the URL of a store without a login"),
         ({"path": "hdfs://a/b"}, "is another file system"),
     ]:
         with pytest.raises(ConfigError, match=what):
@@ -309,6 +310,17 @@ def test_options_name_a_store_or_a_directory(made, tmp_path):
     logs = QueryLogs(options(path=url, subscribe="nope"))
     with pytest.raises(ConfigError, match=r"topic 'nope' does not exist at .*subscribe __append"):
         logs.starting(logs.bounds(), -2)
+
+
+@pytest.mark.parametrize("url", ["s3://AKIA:SECRET@bucket/kmq", "s3://AKIA:SEC/RET@bucket"])
+def test_the_url_of_a_store_has_no_login_because_columns_plans_and_errors_show_it(url):
+    for given in ({"path": url}, {"kmq.bootstrap.servers": "a:8082", "tier": url}):
+        with pytest.raises(ConfigError, match=r"must be .*a store without a login") as refused:
+            ReadOptions({"subscribe": "t", **given})
+        assert "RET" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"KMQ_TIER=… .*must have no login") as refused:
+        load({"KMQ_TIER": url}, "none.toml")
+    assert "RET" not in str(refused.value)
 
 
 def test_sql_takes_the_store_from_the_setting_and_a_copy_as_a_path(made, monkeypatch, capsys):
