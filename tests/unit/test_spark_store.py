@@ -21,7 +21,7 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.log.segment import Limits
 from kmq.spark.connections import Access
-from kmq.spark.source import batches, store
+from kmq.spark.source import batches, planner, store
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import ReadOptions
@@ -183,6 +183,16 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again(made, monkeypatch):
     row = rows.of(made.directory()).rows[0]
     row = row._replace(key=rows.full_key(made.copier.lineage, row.key))
     assert b"".join(found.data for found in reader.lines(row, 0, 5)) == b"".join(made.sent[:5])
+
+
+def test_a_plan_waits_for_the_store_although_it_leaves_out_a_broker_at_once(made, gateway, monkeypatch):
+    monkeypatch.setattr(planner, "HOLD_S", 0.0)
+    given = {"kmq.bootstrap.servers": gateway, "tier": url_of(made), "subscribe": "t", "onUnreachable": "hold"}
+    logs = QueryLogs(ReadOptions(given))
+    made.store.is_away = True
+    monkeypatch.setattr(logs.brokers[gateway]._store, "store", lambda: made.store)
+    monkeypatch.setattr(store.time, "sleep", lambda _: setattr(made.store, "is_away", False))
+    assert logs.planned(lambda: logs.stamp_before((gateway, "t", 0), 0, 5)) == (5, FIRST_TS + 5)
 
 
 # --- a lineage -------------------------------------------------------------------------------------------------------
