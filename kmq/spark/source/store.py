@@ -104,9 +104,10 @@ class StoreReader:
         from kmq.tier.objects import CheckedPieces
         from kmq.tier.store import MissingError, StoreError
 
-        if self._last[0] == row.key:
-            return self._last[1]
-        self._last = "", b""  # one object at a time
+        last = self._last  # several threads may read
+        if last[0] == row.key:
+            return last[1]
+        self._last = last = "", b""  # one object at a time
         pause, deadline = _PAUSES_S[0], time.monotonic() + self._patience_s
         while True:
             try:
