@@ -11,12 +11,12 @@ from itertools import pairwise
 import pytest
 from log_server import up
 from made_up import FIRST_TS
-from tiered import TieredBroker, cold_broker, lines
+from tiered import TieredBroker, cold_broker, lines, restored
 
 from kmq.cli.spark_options import From
 from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError, RetryError
-from kmq.log import rows, topics
+from kmq.log import gaps, rows, topics
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.log.segment import Limits
@@ -247,6 +247,25 @@ def test_gaps_of_a_lineage_are_left_out_of_plans(tmp_path):
     assert not [span for span in spans if span.start < 1_000_000 and span.end > COUNT]
     found = b"".join(block.lines for task in tasks for block, _ in batches.blocks(task.open(), task.spans, ["value"]))
     assert found == b"".join(made.sent[: COUNT + end - 1_000_000])
+
+
+def test_the_wal_of_a_restored_broker_has_a_gap_in_plans_too(made, tmp_path):
+    made.copier.turn()
+    again = restored(made, tmp_path / "again")
+    again.next_seq = gaps.of_wal(again.data)[-1].to
+    again.send(*lines(100, COUNT))
+    for _ in range(2):
+        again.turn()
+    again.stop()
+    logs = QueryLogs(ReadOptions({"path": url_of(made), "subscribe": WAL, "maxRecordsPerPartition": "100000"}))
+    [(key, (first, end))] = logs.bounds().items()
+    assert first == 1 and end > 1_000_000_000
+    [(begin, gap_end)] = logs.gaps()[key]
+    assert (begin, gap_end) == (COUNT + 1, end - 100)
+    tasks = [pickle.loads(pickle.dumps(task)) for task in logs.tasks([OffsetSpan(key, first, end)])]
+    assert len(tasks) < 10
+    found = b"".join(block.lines for task in tasks for block, _ in batches.blocks(task.open(), task.spans, ["value"]))
+    assert found == b"".join(again.sent)
 
 
 def test_a_table_of_a_lineage_has_its_offsets_after_a_gap_too(tmp_path):

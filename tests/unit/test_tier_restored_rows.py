@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_logger import FakeLogger
 from made_up import FIRST_TS
-from tiered import TieredBroker, cold_broker, lines, read_all
+from tiered import TieredBroker, cold_broker, lines, opened, read_all, restored
 
 from kmq.broker import admission
 from kmq.config.settings import load
@@ -28,26 +28,6 @@ from kmq.tier.store import StoreError, get
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 COUNT = 400
-
-
-def restored(made, path, drill=False, downloads=False):
-    settings = load({"KMQ_DATA": str(path), "KMQ_SEGMENT_BYTES": "64 KiB"}, "none.toml")
-    again = Restore(
-        made.store, find_source(made.store, "", "restore@here"), settings, FakeLogger(), lambda nbytes: None
-    )
-    again.run(drill, downloads)
-    return opened(made, str(path))
-
-
-def opened(made, data):
-    """A broker on another directory, with the same store."""
-    again = TieredBroker.__new__(TieredBroker)
-    again.__dict__.update(made.__dict__)
-    again.data, again.logger = data, FakeLogger()
-    again.start()
-    again.next_seq = gaps.forks(data)[-1].seq + 1_000_000_000
-    again.kill_copier()
-    return again
 
 
 @pytest.fixture

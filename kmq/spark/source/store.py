@@ -20,9 +20,11 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kmq.errors import ConfigError, CorruptError, RetryError, quotation
+from kmq.files import replace_file
 from kmq.log import gaps, identity
 from kmq.log.damage import EXAMINE_COPY, DamageError
 from kmq.log.gaps import Gap, Gaps
@@ -329,17 +331,31 @@ class Lineage(Broker):
         }
         gaps_of |= {_log_of(name): line.gaps for name, line in state.tables.items() if line.gaps}
         tables = frozenset(_log_of(name)[0] for name in state.tables)
-        return LineageLogs(lineage, self._marks_from(state, lineage), _logs_of(state, lineage), gaps_of, tables)
+        if of_wal := self._gaps_of_wal(state, lineage):
+            gaps_of[WAL, 0] = of_wal
+        form = self._file(state, lineage, "format")
+        marks_from = 1 if form is None else identity.marks_in(form.decode())  # without it all keys may have marks
+        return LineageLogs(lineage, marks_from, _logs_of(state, lineage), gaps_of, tables)
 
-    def _marks_from(self, state: "TierState", lineage: str) -> int:
-        """Return what the copy of the file `format` says; without one all keys may have marks."""
+    def _gaps_of_wal(self, state: "TierState", lineage: str) -> Gaps:
+        """Return the gaps that the copies of two small files name, which only a forked or restored broker has."""
+        if gaps.NAME not in state.files:
+            return ()
+        with TemporaryDirectory(prefix="kmq-") as directory:
+            for name in (gaps.NAME, "dropped.log"):
+                if (content := self._file(state, lineage, name)) is not None:
+                    replace_file(f"{directory}/{name}", content)
+            return gaps.of_wal(directory)
+
+    def _file(self, state: "TierState", lineage: str, name: str) -> bytes | None:
+        """Return the copy of a small file; None without one."""
         from kmq.tier import objects
 
-        line = state.files.get("format")
+        line = state.files.get(name)
         if line is None:
-            return 1
+            return None
         row = _row(line, lineage, 0, 1)
-        return identity.marks_in(b"".join(objects.unpack([self._reader.content(row)], row.key)).decode())
+        return b"".join(objects.unpack([self._reader.content(row)], row.key))
 
 
 def _log_of(name: str) -> tuple[str, int]:
