@@ -45,7 +45,7 @@ from kmq.config.values import MIB
 from kmq.errors import KmqError
 from kmq.files import replace_file
 from kmq.links.role import FOLLOWING, RolePage
-from kmq.log import checkpoint, identity, passes, reader, topic_changes, topics, wal
+from kmq.log import checkpoint, gaps, identity, passes, reader, topic_changes, topics, wal
 from kmq.log.damage import DamageError
 from kmq.log.rows import FULL_KEY, full_key
 from kmq.log.segment import Limits, last_line, within
@@ -443,15 +443,17 @@ class Copier:
         """Copy a table, and return its row; None if the row of before will do."""
         name = f"{topic}/{number}"
         before = self.commits.state.tables.get(name)
-        if before is not None and before.number("life") == life:
+        found = tuple(gap for gap in gaps.read(f"{self.data}/topics/{name}") if start <= gap.first and gap.to <= end)
+        if before is not None and before.number("life") == life and before.gaps == found:
             grown = end - before.number("end")
             holds_wal = before.number("seq") + 1 < reader.first_seq(self.data)  # no row of the WAL may go before it
-            if grown * 2 < max(1, end - start) and not holds_wal:
+            if grown * 2 < max(1, end - start - gaps.count(found, start, end)) and not holds_wal:
                 return None
             if not grown:
                 return before._replace(values={**before.values, "seq": str(seq)})
         packed = objects.pack(self._table_blocks(topic, number, start, end))
         row: dict[str, object] = {"life": life, "base": start, "end": end, "seq": seq}
+        row |= {"gaps": "+".join(f"{gap.first}-{gap.to}" for gap in found)} if found else {}
         row |= self._upload(f"{self._key(f'tables/{topic}/{life}/{number}/{end}')}.log.gz", packed)
         return line("table", name, **row)
 
