@@ -20,7 +20,7 @@ Memory      One object as it is stored.
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -195,6 +195,21 @@ class PartitionCopier:
         row |= {name: made[name] for name in ("bytes", "size", "sha256")}
         self._uploads.rest(packed.nbytes)
         return [*lines, line("add", which.name, **row, last=zlib.crc32(packed.last), key=made["key"])]
+
+    def compare(self, found: Sequence[TieredPartition], has_replicas: bool) -> None:
+        """Raise AheadError unless these partitions are those of the rows: before anything is written, or laid out.
+
+        `has_replicas`: in a shard router.ckpt may be older than a row, which the leader before this one has made.
+        """
+        for each in found:
+            if not each.log.rows or (each.name, each.life) in self._compared:
+                continue
+            if has_replicas and each.state.end_offset < (each.log.end or 0):
+                continue
+            listed = segment.listing(directory_of(self._data, each.topic, each.number))
+            with contextlib.suppress(DamageError):  # `copy` says it
+                if listed:
+                    self._compare(each, listed[0][0])
 
     def _compare(self, which: TieredPartition, local: int) -> None:
         """Raise AheadError unless the last row says what the disk says, as far as the disk still has it."""
