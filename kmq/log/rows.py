@@ -235,7 +235,7 @@ class TierFile:
         return True
 
     def _apply_drop(self, before: int) -> None:
-        self.before = before
+        self.before, self.start = before, max(self.start, before)
         self.rows = [row for row in self.rows if row.next > before]
         self.end = max(before, self.end or 0)
 
