@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kmq.errors import ConfigError, CorruptError, KmqError
 from kmq.files import replace_file
-from kmq.log import gaps, index, rows, segment, topics
+from kmq.log import gaps, identity, index, rows, segment, topics
 from kmq.log.damage import DamageError
 from kmq.log.partition import directory_of
 from kmq.log.rows import TierFile, TierRow
@@ -55,9 +55,12 @@ class TierObjects:
 
     def __init__(self, data: str, access: TierAccess = NO_TIER) -> None:
         self._data, self._access = data, access
+        self._unsure: dict[At, str] = {}  # partitions whose file may be lost, and why the commits cannot be asked
 
     def file(self, at: At) -> TierFile | None:
-        """Return what the file `tier` of a partition says; None if it is damaged."""
+        """Return what the file `tier` of a partition says; None if it is damaged, or may be lost."""
+        if at in self._unsure:
+            return None
         try:
             return rows.of(directory_of(self._data, *at))
         except DamageError:
@@ -65,8 +68,9 @@ class TierObjects:
 
     def _known_file(self, at: At) -> TierFile:
         if (found := self.file(at)) is None:
-            path = rows.path_of(f"topics/{at[0]}/{at[1]}")
-            raise CorruptError(f"{path} is damaged, so which records lie in KMQ_TIER is not known; set KMQ_TIER")
+            what = f"which records lie in KMQ_TIER is not known: {self._unsure.get(at) or 'set KMQ_TIER'}"
+            state = "may be lost" if at in self._unsure else "is damaged"
+            raise CorruptError(f"{rows.path_of(f'topics/{at[0]}/{at[1]}')} {state}, so {what}")
         return found
 
     def end(self, at: At) -> int:
@@ -119,6 +123,8 @@ class TierObjects:
             for at in wrong:
                 if self.file(at) is None:
                     rewriter.leave(rows.path_of(directory_of(self._data, *at)), str(err))
+                elif self._others_have_rows() and not at[0].startswith(gaps.INTERNAL):
+                    self._unsure[at] = str(err)
             return
         table, is_forked = topics.table(self._data), bool(gaps.forks(self._data))
         for at in wrong:
@@ -141,6 +147,10 @@ class TierObjects:
             return self.file(at) is None
         segments = segment.listing(directory)
         return not segments or segments[0][0] > 0
+
+    def _others_have_rows(self) -> bool:
+        version = identity.version(self._data)
+        return version is not None and version[0] >= identity.FORKED
 
 
 def _between_good(scans: Sequence[Scan]) -> Iterator[tuple[int, int]]:
