@@ -8,7 +8,8 @@ Invariant   Below the end of its rows a partition gets nothing from a repair but
             lost record, no mark in a key. So the bytes of a record do not depend on where it lies. If the object cannot
             be had, or the rows are not known, the damaged block stays as it is, and the report says why.
 Order       The WAL comes first; an object is fetched only if the WAL does not have all records. A file `tier` that is lost
-            or damaged is written again from the commits before anything else is.
+            or damaged is written again from the commits before anything else is, up to what router.ckpt covers: an older
+            state that was put back has no later records, and may go on with others.
 Away        While the store does not answer, what needs it stays as it is, and everything else is healed.
 Memory      The lines of one segment; of an object a line.
 """
@@ -127,6 +128,7 @@ class TierObjects:
                     self._unsure[at] = str(err)
             return
         table, is_forked = topics.table(self._data), bool(gaps.forks(self._data))
+        states = DataDirectory(self._data).load_checkpoint()[1]
         for at in wrong:
             directory, path = directory_of(self._data, *at), rows.path_of(directory_of(self._data, *at))
             none = rows.empty(index.lineage_of(self._data), f"{at[0]}/{at[1]}", table[at[0].encode()].from_seq)
@@ -135,7 +137,7 @@ class TierObjects:
                 if self.file(at) is None:
                     rewriter.leave(path, "the commits since the fork do not say which rows it had before")
             elif found is not None or self.file(at) is None or not segment.listing(directory):
-                made = (found or none).copy()
+                made = (found or none).up_to(states[at].end_offset if at in states else _NEVER)
                 made.head = none.head
                 replace_file(path, made.text())
                 rewriter.report(path, "written again, as the commits in KMQ_TIER have it")

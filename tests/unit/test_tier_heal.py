@@ -425,6 +425,30 @@ def test_a_repair_writes_a_tier_again_before_it_heals_a_block(made, loss):
     assert not damage_of(made)
 
 
+def test_a_repair_of_an_older_state_takes_no_row_of_what_came_later(made, tmp_path):
+    """It goes on elsewhere, and its own records are nowhere else."""
+    older = tmp_path / "older"
+    shutil.copytree(made.data, older, symlinks=True)
+    state = made.next_seq, [*made.sent]
+    made.start()
+    made.kill_copier()
+    made.send(*lines(400, COUNT))
+    made.turn()
+    made.stop()
+    assert made.state.logs["t/0", 1].end > COUNT + 200
+    shutil.rmtree(made.data)
+    shutil.move(older, made.data)
+    made.next_seq, made.sent = state
+    damage_tier(made)
+    heal(made)
+    assert made.rows()[-1][1] <= COUNT and made.begin() == 0
+    made.start()
+    made.send(*lines(400, 5000))
+    made.tick()
+    assert read_cold(made) == dict(enumerate(made.sent))
+    made.stop()
+
+
 @pytest.mark.parametrize("loss", ["damaged", "lost"])
 def test_while_the_rows_are_not_known_no_record_of_the_wal_is_given_up(made, loss):
     path = segment.listing(f"{made.data}/append")[1][1]
