@@ -201,6 +201,18 @@ class TierFile:
         made.rows = [row._replace(key=full_key(self.lineage, row.key)) for row in self.rows]
         return made
 
+    def up_to(self, end: int) -> "TierFile":
+        """Return this file without what it says of records from offset `end` on."""
+        made = TierFile(self.head, self.log, self.life)
+        made.gaps = self.gaps
+        if 0 < self.before <= end:
+            made.apply(self.drop)
+        made.start = max(made.start, self.start if self.start <= end else 0)
+        for row in self.rows:
+            if row.next <= end:
+                made._apply_row(row)
+        return made
+
     def lines(self) -> list[str]:
         """Return the lines in force, each with the number of its commit, as another `tier` file takes them."""
         return [line for line in self.text().decode().splitlines()[1:] if not _START.fullmatch(line)]
@@ -236,7 +248,7 @@ class TierFile:
         return True
 
     def _apply_drop(self, before: int) -> None:
-        self.before = before
+        self.before, self.start = before, max(self.start, before)
         self.rows = [row for row in self.rows if row.next > before]
         self.end = max(before, self.end or 0)
         self._begin_inside()

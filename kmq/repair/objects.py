@@ -8,7 +8,8 @@ Invariant   Below the end of its rows a partition gets nothing from a repair but
             lost record, no mark in a key. So the bytes of a record do not depend on where it lies. If the object cannot
             be had, or the rows are not known, the damaged block stays as it is, and the report says why.
 Order       The WAL comes first; an object is fetched only if the WAL does not have all records. A file `tier` that is lost
-            or damaged is written again from the commits before anything else is.
+            or damaged is written again from the commits before anything else is, up to what router.ckpt covers: an older
+            state that was put back has no later records, and may go on with others.
 Away        While the store does not answer, what needs it stays as it is, and everything else is healed.
 Memory      The lines of one segment; of an object a line.
 """
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from kmq.errors import ConfigError, CorruptError, KmqError
 from kmq.files import replace_file
-from kmq.log import gaps, index, rows, segment, topics
+from kmq.log import gaps, identity, index, rows, segment, topics
 from kmq.log.damage import DamageError
 from kmq.log.partition import directory_of
 from kmq.log.rows import TierFile, TierRow
@@ -55,9 +56,12 @@ class TierObjects:
 
     def __init__(self, data: str, access: TierAccess = NO_TIER) -> None:
         self._data, self._access = data, access
+        self._unsure: dict[At, str] = {}  # partitions whose file may be lost, and why the commits cannot be asked
 
     def file(self, at: At) -> TierFile | None:
-        """Return what the file `tier` of a partition says; None if it is damaged."""
+        """Return what the file `tier` of a partition says; None if it is damaged, or may be lost."""
+        if at in self._unsure:
+            return None
         try:
             return rows.of(directory_of(self._data, *at))
         except DamageError:
@@ -65,8 +69,9 @@ class TierObjects:
 
     def _known_file(self, at: At) -> TierFile:
         if (found := self.file(at)) is None:
-            path = rows.path_of(f"topics/{at[0]}/{at[1]}")
-            raise CorruptError(f"{path} is damaged, so which records lie in KMQ_TIER is not known; set KMQ_TIER")
+            what = f"which records lie in KMQ_TIER is not known: {self._unsure.get(at) or 'set KMQ_TIER'}"
+            state = "may be lost" if at in self._unsure else "is damaged"
+            raise CorruptError(f"{rows.path_of(f'topics/{at[0]}/{at[1]}')} {state}, so {what}")
         return found
 
     def end(self, at: At) -> int:
@@ -119,8 +124,11 @@ class TierObjects:
             for at in wrong:
                 if self.file(at) is None:
                     rewriter.leave(rows.path_of(directory_of(self._data, *at)), str(err))
+                elif self._others_have_rows() and not at[0].startswith(gaps.INTERNAL):
+                    self._unsure[at] = str(err)
             return
         table, is_forked = topics.table(self._data), bool(gaps.forks(self._data))
+        states = DataDirectory(self._data).load_checkpoint()[1]
         for at in wrong:
             directory, path = directory_of(self._data, *at), rows.path_of(directory_of(self._data, *at))
             none = rows.empty(index.lineage_of(self._data), f"{at[0]}/{at[1]}", table[at[0].encode()].from_seq)
@@ -129,7 +137,7 @@ class TierObjects:
                 if self.file(at) is None:
                     rewriter.leave(path, "the commits since the fork do not say which rows it had before")
             elif found is not None or self.file(at) is None or not segment.listing(directory):
-                made = (found or none).copy()
+                made = (found or none).up_to(states[at].end_offset if at in states else _NEVER)
                 made.head = none.head
                 replace_file(path, made.text())
                 rewriter.report(path, "written again, as the commits in KMQ_TIER have it")
@@ -141,6 +149,10 @@ class TierObjects:
             return self.file(at) is None
         segments = segment.listing(directory)
         return not segments or segments[0][0] > 0
+
+    def _others_have_rows(self) -> bool:
+        version = identity.version(self._data)
+        return version is not None and version[0] >= identity.FORKED
 
 
 def _between_good(scans: Sequence[Scan]) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ Invariant   A row ends at or before what router.ckpt covers, where it is made an
             local file has, byte for byte, read block by block; a damaged block ends the rows of its partition until it
             is healed. Rows follow one another; what went before it was copied is skipped by a `drop … before`.
 Shard       The leader makes rows. Each replica lays out all of them for its own router, whatever the borders of its own
-            segments are; a row that ends after its router.ckpt waits.
+            segments are; a row or a drop that ends after its router.ckpt waits.
 Crash       after a commit   the next turn lays out what the file `tier` lacks;
             after a layout   the router takes only lines that it does not have.
 Memory      One object as it is stored.
@@ -20,7 +20,7 @@ Memory      One object as it is stored.
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -196,15 +196,30 @@ class PartitionCopier:
         self._uploads.rest(packed.nbytes)
         return [*lines, line("add", which.name, **row, last=zlib.crc32(packed.last), key=made["key"])]
 
+    def compare(self, found: Sequence[TieredPartition], has_replicas: bool) -> None:
+        """Raise AheadError unless these partitions are those of the rows: before anything is written, or laid out.
+
+        `has_replicas`: in a shard router.ckpt may be older than a row, which the leader before this one has made.
+        """
+        for each in found:
+            if each.log.end is None or (each.name, each.life) in self._compared:
+                continue
+            if has_replicas and each.state.end_offset < each.log.end:
+                continue
+            listed = segment.listing(directory_of(self._data, each.topic, each.number))
+            with contextlib.suppress(DamageError):  # `copy` says it
+                if listed:
+                    self._compare(each, listed[0][0])
+
     def _compare(self, which: TieredPartition, local: int) -> None:
         """Raise AheadError unless the last row says what the disk says, as far as the disk still has it."""
         at, log = (which.name, which.life), which.log
-        if at in self._compared or not log.rows or log.end is None:
+        if at in self._compared or log.end is None:
             return
-        last = log.rows[-1]
         if which.state.end_offset < log.end:
             raise AheadError(f"the store has {which.name} up to offset {log.end}, this directory less: an older state")
-        if last.next > local:
+        last = log.rows[-1] if log.rows else None
+        if last is not None and last.next > local:
             first, lines = reader.local(self._data, which.topic, which.number).read(last.next - 1, 1)
             if first != last.next - 1 or zlib.crc32(lines) != last.last:
                 raise AheadError(f"the store has another record {last.next - 1} of {which.name}: it went on elsewhere")
@@ -369,7 +384,7 @@ class PartitionCopier:
                 end, before, is_damaged = 0, 0, True
                 if log.end is None and gaps.forks(self._data):
                     continue  # the rows of the lineage before the fork are not known here
-            lines = [log.drop] if log.before > before else []
+            lines = [log.drop] if before < log.before <= here.end_offset else []
             missing = [row for row in log.rows if end < row.next <= here.end_offset]
             lines += [f"{row.commit} add {name} life={life} {row.text()}" for row in missing]
             if not (lines or is_damaged):

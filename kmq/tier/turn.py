@@ -27,8 +27,8 @@ Shard       The leader alone copies, up to the high watermark: what is above it 
             A leader that was deposed and does not know it is fenced by the claim of the next one; what it had copied is
             right, because all replicas have the same committed records. A follower writes nothing to the store: it
             reads the commits, and lays out the rows of partitions for its own router.
-Same        Before a claim the last line of the last row is compared with the local one. A directory that was put back
-            and went on differs there: AheadError, and nothing is written.
+Same        Before a claim the last line of the last row of the WAL, and of each partition, is compared with the local one.
+            A directory that was put back and went on differs there: AheadError, and nothing is written or laid out.
 Memory      One object as it is stored.
 """
 
@@ -219,6 +219,8 @@ class Copier:
         nonces = Nonces(self.data)
         check_may_claim(state, nonces, leadership, self._epoch)
         compare(self.data, state.wal)
+        if (parsed := _parsed(self.data, _content(f"{self.data}/{FILES[0]}"))) is not None:
+            self._partitions.compare(self._partitions.found(state, *parsed), leadership is not None)
         nonce = nonces.next(state.claim.nonce if state.claim else "")
         self.commits.claim(claim_line(self._id, leadership, self._epoch), nonce)
         self.is_claimed = True
@@ -483,6 +485,7 @@ class Copier:
             return False, 0
         states, lives = parsed
         mine = self._partitions.found(state, states, lives)
+        self._partitions.compare(mine, self._options.leadership is not None)
         gone = self._expired()
         needed = gone[-1] if gone else state.wal_first - 1  # no row of the WAL has these, or will have them
         is_more = False

@@ -14,12 +14,14 @@ from log_server import up
 from made_up import FIRST_TS
 from tiered import TieredBroker, cold_broker, lines
 
+from kmq.broker.admission import Admission
 from kmq.broker.stats import Incidents, StatsPage, Strangers
 from kmq.config.settings import load
 from kmq.gateway.core import cold as cold_module
 from kmq.gateway.core import partitions as partitions_module
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.cold import ColdReads
+from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Cursor, Fetching, Limit, Waking
 from kmq.gateway.core.metrics import Requests
@@ -796,6 +798,25 @@ def test_what_lies_in_the_cache_at_a_start_gives_way_before_anything_is_read(col
         again.close()
 
     asyncio.run(scenario())
+
+
+def test_the_cache_gives_way_as_early_as_segments_that_the_store_has(cold, tmp_path, monkeypatch):
+    """Before any producer is refused: else hot records would leave the disk, and old ones stay on it."""
+    monkeypatch.setattr(cold_module, "_TICK_S", 0.01)
+    fetch(cold, 0)
+    Path(cold.data, "filler").write_bytes(b"x" * (28 << 20))
+    settings = {"KMQ_TIER": f"file://{cold.broker.store.root}", "KMQ_DATA_QUOTA": "64MiB", "KMQ_PIPES": str(tmp_path)}
+
+    async def scenario(found):
+        room = Admission(found.settings, lambda: 0)
+        assert room.shortage() > 0 and not room.refusal()
+        core = Core(found.settings, found.page, FakeLogger())
+        core.cold.start()
+        await until(lambda: not os.path.exists(f"{cold.data}/tier/cache/t/1/0/0"), "it gives way")
+        await core.close()
+
+    with up(cold.data, **settings) as found:
+        asyncio.run(scenario(found))
 
 
 def test_a_gateway_counts_its_cache_at_the_start_and_podbus_reads_and_heals_through_it(cold, tmp_path):

@@ -417,21 +417,47 @@ def test_a_repair_writes_a_tier_again_before_it_heals_a_block(made, loss):
     TIER_LOSSES[loss](made)
     spoil(path_of(made))
     damaged = logs(made.directory())
-    if loss == "damaged":  # which records lie in the store is not known: nothing is given up
-        assert all(each.what.startswith("not healed: ") for each in repair(made.data))
-        assert logs(made.directory()) == damaged and not os.path.exists(f"{made.data}/quarantine")
+    done = repair(made.data)  # which records lie in the store is not known: nothing is given up
+    assert done and all(each.what.startswith("not healed: ") and "set" in each.what for each in done)
+    assert logs(made.directory()) == damaged and not os.path.exists(f"{made.data}/quarantine")
     heal(made)
     assert logs(made.directory()) == before and rows.of(made.directory()).text() == tier_before
     assert not damage_of(made)
 
 
-def test_while_the_rows_are_not_known_no_record_of_the_wal_is_given_up(made):
+def test_a_repair_of_an_older_state_takes_no_row_of_what_came_later(made, tmp_path):
+    """It goes on elsewhere, and its own records are nowhere else."""
+    older = tmp_path / "older"
+    shutil.copytree(made.data, older, symlinks=True)
+    state = made.next_seq, [*made.sent]
+    made.start()
+    made.kill_copier()
+    made.send(*lines(400, COUNT))
+    made.turn()
+    made.stop()
+    assert made.state.logs["t/0", 1].end > COUNT + 200
+    shutil.rmtree(made.data)
+    shutil.move(older, made.data)
+    made.next_seq, made.sent = state
+    damage_tier(made)
+    heal(made)
+    assert made.rows()[-1][1] <= COUNT and made.begin() == 0
+    made.start()
+    made.send(*lines(400, 5000))
+    made.tick()
+    assert read_cold(made) == dict(enumerate(made.sent))
+    made.stop()
+
+
+@pytest.mark.parametrize("loss", ["damaged", "lost"])
+def test_while_the_rows_are_not_known_no_record_of_the_wal_is_given_up(made, loss):
     path = segment.listing(f"{made.data}/append")[1][1]
     spoil(path)
-    damage_tier(made)
+    TIER_LOSSES[loss](made)
     damaged = logs(f"{made.data}/append")
     done = {each.path: each.what for each in repair(made.data)}
-    assert done[os.path.relpath(path, made.data)].startswith("not healed: topics/t/0/tier is damaged")
+    words = {"damaged": "is damaged", "lost": "may be lost"}[loss]
+    assert done[os.path.relpath(path, made.data)].startswith(f"not healed: topics/t/0/tier {words}, so which records")
     assert logs(f"{made.data}/append") == damaged and not os.path.exists(f"{made.data}/quarantine")
     heal(made)
     assert not damage_of(made)

@@ -268,6 +268,35 @@ def test_a_directory_that_went_on_elsewhere_adds_no_row(made, tmp_path):
         made.copier.turn()
 
 
+@pytest.mark.parametrize("count", [50, 300])
+def test_an_older_state_that_went_on_without_a_copy_of_the_wal_keeps_its_own_records(made, tmp_path, count):
+    """Nothing in the WAL says so, and the rows of then end at or before what this directory has."""
+    options = made.options()._replace(every=None)
+    made.options = lambda: options
+    made.kill_copier()
+    made.send(*lines(100))
+    made.turn()
+    made.stop()
+    shutil.copytree(made.data, tmp_path / "older", symlinks=True)
+    older = made.next_seq, [*made.sent]
+    made.start()
+    made.send(*lines(300, 100))
+    made.turn()
+    made.stop()
+    number = made.state.number
+    shutil.rmtree(made.data)
+    shutil.move(tmp_path / "older", made.data)
+    made.start()
+    made.next_seq, made.sent = older
+    made.send(*lines(count, 5000))
+    made.kill_copier()
+    made.checkpoint()
+    with pytest.raises(AheadError, match="older state" if count == 50 else "went on elsewhere"):
+        made.copier.turn()
+    made.tick()
+    assert made.state.number == number and made.read() == b"".join(made.sent)
+
+
 # --- what the router takes -------------------------------------------------------------------------------------------
 
 

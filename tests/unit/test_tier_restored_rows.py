@@ -227,6 +227,22 @@ def test_a_start_inside_of_a_row_comes_back_with_a_restore(tmp_path, offset):
     again.stop()
 
 
+def test_where_retention_has_ended_inside_of_a_row_a_restore_begins(tmp_path):
+    """No record says so, but the commits do: what was deleted does not come back."""
+    broker = TieredBroker(tmp_path, Limits(segment_bytes=4096, tier="on"), 8192)
+    broker.send(*lines(400))
+    broker.turn()
+    broker.queues.use_limits(Limits(segment_bytes=4096, tier="on", retention_bytes=16000))
+    broker.tick()
+    broker.turn()
+    whole, begin = read_all(broker), broker.begin()
+    assert broker.rows()[0][0] < begin < broker.rows()[0][1]
+    broker.stop()
+    again = restored(broker, tmp_path / "again")
+    assert again.begin() == begin and read_all(again) == whole
+    again.stop()
+
+
 def test_a_start_that_waits_for_room_stays_before_what_goes_to_the_store_meanwhile(tmp_path):
     """It was postponed while the topic had tier=off, so no file tier had it when the first row was made."""
     broker = TieredBroker(tmp_path, Limits(segment_bytes=4096))

@@ -277,6 +277,22 @@ def test_a_start_holds_on_each_replica_and_the_leader_drops_the_rows(shard, monk
     assert a.read(gone + 1) == b.read(gone + 1) == rest
 
 
+def test_a_start_of_the_leader_waits_on_a_follower_that_has_not_come_so_far(shard):
+    a, b = shard
+    b.send(*lines(100))
+    a.send(*lines(400))
+    a.turn()
+    a.queues.retention.begin_at([(a.queues.logs.log_of(a.queues.in_force.table[b"t"], 0), 300)])
+    a.turn()
+    a.turn()
+    assert a.copier.commits.state.logs["t/0", 1].before == a.begin() == 300
+    b.turn()
+    assert b.begin() == 0 and b.read() == b"".join(b.sent)
+    b.send(*lines(300, 100))
+    b.turn()
+    assert b.begin() == 300 and b.read(300) == a.read(300)
+
+
 def test_what_total_limits_of_the_leader_took_is_never_copied_and_no_follower_waits_for_it(shard):
     a, b = shard
     send(shard, *lines(200))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from kmq.broker.admission import Admission
 from kmq.broker.stats import StatsPage, Strangers
 from kmq.config.settings import Settings
 from kmq.gateway.core.answers import ANSWER_BYTES, Budget
@@ -35,12 +36,14 @@ class Core:
         self.topics = TopicAdmin(self.broker)
         self.producing = Producing(settings, self.watermark, log)
         self.answers = Budget(ANSWER_BYTES, strangers=strangers)
+        self._admission = Admission(settings, lambda: page.rows["durability"].bytes) if settings.tier else None
         tier = settings.tier, max(settings.tier_cache, 4 * settings.tier_object)
         self.cold = ColdReads(settings.data, self.waking.wake, *tier, log, self._lacks_room)
         self.fetching = Fetching(settings.data, page, self.partitions, self.waking, self.answers, self.cold)
 
     def _lacks_room(self) -> bool:
-        return any(reason.code in ("disk_full", "quota") for reason in self.broker.verdict().reasons)
+        """Return True as early as segments are deleted for room: what lies in the cache goes too, not after them."""
+        return self._admission is not None and self._admission.shortage() > 0
 
     def stop(self) -> None:
         """End waiting calls; what was accepted still gets its answer."""
