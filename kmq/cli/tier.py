@@ -101,7 +101,7 @@ def status(as_json: _Json = False) -> None:
         "rows": len(rows := [each for log in state.logs.values() for each in log.rows]),
         "row_bytes": sum(each.nbytes for each in rows),
         "behind_bytes": row.behind_bytes if row is not None else 0,
-        "age": max(0.0, time.time() - row.oldest) if row is not None and row.oldest else 0.0,
+        "age": page.tier_lacks()[1] if page is not None else 0.0,
         "problem": words,
     }
     if as_json:
