@@ -17,6 +17,7 @@ from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room, stored
 from tier_stores import LyingStore
 
+from kmq.config.settings import load
 from kmq.links import role
 from kmq.links.role import FOLLOWING, STARTING, RolePage
 from kmq.log import gaps, identity, reader, rows, segment, topics, wal
@@ -27,6 +28,7 @@ from kmq.log.wal import Wal
 from kmq.router.queues import Queues
 from kmq.tier.cache import TierCache
 from kmq.tier.commits import CommitLog, TierState
+from kmq.tier.restore import Restore, find_source
 from kmq.tier.turn import Copier, FollowsError, Leadership, TurnOptions
 
 LINEAGE = "7" * 32  # of the replicas
@@ -236,3 +238,23 @@ def cold_broker(path: Path, count: int = 400, partitions: int = 1, object_bytes:
     assert made.rows()[0][0] == 0 and made.local()[0] > 0 and made.begin() == 0
     made.stop()
     return made
+
+
+def restored(made: TieredBroker, path: Path, drill: bool = False, downloads: bool = False) -> TieredBroker:
+    """A broker on the directory that `kmq restore` makes of the copy."""
+    settings = load({"KMQ_DATA": str(path), "KMQ_SEGMENT_BYTES": "64 KiB"}, "none.toml")
+    source = find_source(made.store, "", "restore@here")
+    assert source is not None
+    Restore(made.store, source, settings, FakeLogger(), lambda nbytes: None).run(drill, downloads)
+    return opened(made, str(path))
+
+
+def opened(made: TieredBroker, data: str) -> TieredBroker:
+    """A broker on another directory, with the same store."""
+    again = TieredBroker.__new__(TieredBroker)
+    again.__dict__.update(made.__dict__)
+    again.data, again.logger = data, FakeLogger()
+    again.start()
+    again.next_seq = gaps.forks(data)[-1].seq + 1_000_000_000
+    again.kill_copier()
+    return again

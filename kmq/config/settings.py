@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kmq.config import intakes as intakes_of
 from kmq.config import values as kind
 from kmq.config.intakes import TLS, UDP
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, quotation
 
 TYPE_CHECKING = False  # stages do not import typing, because that takes longer than the rest of this module
 if TYPE_CHECKING:
@@ -513,7 +513,7 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
         try:
             values[row.attribute] = row.parse(text)
         except ValueError as err:
-            raise ConfigError(f"{row.env}={text!r}: {err}") from None
+            raise ConfigError(f"{row.env}={quotation(text, is_path=True)}: {err}") from None
     settings = Settings(values)
     if settings.ring_bytes < 3 * settings.max_line:
         raise ConfigError(

@@ -128,7 +128,12 @@ def advertised(text: str) -> dict[bool, tuple[str, int]]:
     return found
 
 
+_LOGIN = re.compile(r"[^:]+://[^@/]*:.*@.*")  # a secret key may have a slash
+
+
 def store_url(text: str) -> str:
+    if _LOGIN.fullmatch(text):
+        raise ValueError("must have no login: credentials are those of the environment (AWS_…, files, roles)")
     if not re.fullmatch(r"file:///[^/\0].*|[a-z][a-z0-9]*://[^/\s]+.*", text) or text.startswith(
         "file://"
     ) != text.startswith("file:///"):

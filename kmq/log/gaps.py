@@ -188,7 +188,10 @@ def is_gap(found: Gaps, offset: int, to: int) -> bool:
 
 def passed(found: Gaps, offset: int) -> int:
     """Return the offset at which a reader resumes: `offset`, or, if that lies in a gap, the end of the gap."""
-    return next((gap.to for gap in found if gap.first <= offset < gap.to), offset)
+    for gap in found:  # one may follow another
+        if gap.first <= offset < gap.to:
+            offset = gap.to
+    return offset
 
 
 def before(found: Gaps, end: int) -> int:

@@ -232,12 +232,19 @@ class TierFile:
             return False
         self.rows.append(row)
         self.end, self.last_seq = row.next, row.seqs[1]
+        self._begin_inside()
         return True
 
     def _apply_drop(self, before: int) -> None:
         self.before = before
         self.rows = [row for row in self.rows if row.next > before]
         self.end = max(before, self.end or 0)
+        self._begin_inside()
+
+    def _begin_inside(self) -> None:
+        """Begin at the last drop if it lies inside of the first row: a file made from commits alone has no `start`."""
+        if self.rows and self.rows[0].base < self.before:
+            self.start = max(self.start, self.before)
 
     def _apply_gap(self, text: str) -> bool:
         found = _GAP.fullmatch(text)

@@ -10,7 +10,8 @@
     claim pod=<id> origin=<lineage>                    the first one of a lineage that a restore has made of another one
     claim successor=<lineage>                          a restore takes over; no broker of this lineage writes any more
     begins successor=<lineage>                         that restore is whole
-    table __kmq/0 life=1 base=0 end=12 seq=9001 …      a partition as a whole, up to offset `end`
+    table __kmq/0 life=1 base=0 end=12 seq=9001 …      a partition as a whole, up to offset `end`; `gaps=5-9+…`: without the
+                                                       offsets 5…8, which no record has
     drop wal before=8012 why=retention                 rows that end there are no longer in force; the next may begin there
     drop orders/0 life=130 why=deleted                 this table or file is no longer in force
     add orders/3 life=130 base=1000 next=1512 …        a row of a partition (kmq/log/rows.py)
@@ -37,6 +38,7 @@ from typing import NamedTuple
 
 from kmq.errors import CorruptError, KmqError
 from kmq.log import rows
+from kmq.log.gaps import Gap, Gaps
 from kmq.log.rows import TierFile
 from kmq.tier import objects, store
 from kmq.tier.store import MissingError, Store, StoreError
@@ -92,6 +94,12 @@ class CommitLine(NamedTuple):
             end = values["next"] if self.verb == "add" else values["end"]
             return f"{self.name} offsets {values['base']} to {int(end) - 1}"
         return f"{self.verb} {self.name}"
+
+    @property
+    def gaps(self) -> Gaps:
+        """Return the gaps of a table; no member of its object spans one."""
+        pairs = (pair.split("-") for pair in self.values.get("gaps", "").split("+") if pair)
+        return tuple(Gap(int(first), int(to)) for first, to in pairs)
 
     def __str__(self) -> str:
         return " ".join([self.verb, *filter(None, [self.name]), *(f"{k}={v}" for k, v in self.values.items())])

@@ -21,6 +21,7 @@ from kmq.errors import CorruptError
 from kmq.files import Buffer
 
 MEMBER_BYTES = MIB  # of lines
+_STEP = 64 << 10  # bytes of a piece that are unpacked at once
 _GZIP = 31  # zlib's wbits of a gzip member
 
 _compress: Callable[[Buffer], bytes]
@@ -69,12 +70,12 @@ def pack_file(content: bytes) -> Packed:
     return Packed(_compress(content), len(content), b"")
 
 
-def unpack(pieces: Iterable[bytes], key: str) -> Iterator[bytes]:
+def unpack(pieces: Iterable[bytes | bytearray], key: str) -> Iterator[bytes]:
     """Yield the lines of an object, a whole member at a time. Raises ObjectError that names `key`."""
-    rest, lines = b"", []
+    lines: list[bytes] = []
     member = zlib.decompressobj(_GZIP)
-    for piece in pieces:
-        rest = piece
+    # In steps: `unused_data` is a copy of all that follows a member.
+    for rest in (piece[at : at + _STEP] for piece in pieces for at in range(0, len(piece), _STEP)):
         while rest:
             try:
                 lines.append(member.decompress(rest))

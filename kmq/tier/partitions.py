@@ -282,7 +282,7 @@ class PartitionCopier:
 
     def waiting_seq(self, which: TieredPartition) -> int:
         """Return the seq of the first record that waits for its copy. Objects of the WAL from there on are needed."""
-        if not which.is_behind:
+        if not which.is_behind or which.state.start >= which.state.end_offset:  # it has no record
             return identity.NEVER
         seen = which.log.end, which.state.start
         cached = self._waiting.get(which.name)

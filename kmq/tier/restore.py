@@ -20,7 +20,7 @@ Not covered Objects of the old lineage stay in the store, because the new one na
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kmq.config.settings import Settings
 from kmq.errors import ConfigError, CorruptError, DataExistsError
@@ -30,6 +30,7 @@ from kmq.log.identity import RESTORING
 from kmq.log.index import IndexWriter
 from kmq.log.rows import full_key
 from kmq.logfmt import Logger
+from kmq.message import record
 from kmq.router import fork
 from kmq.tier import fetch, objects
 from kmq.tier.commits import CommitLine, CommitLog, CopySource, TierState, copies, line, numbered
@@ -115,7 +116,7 @@ class Restore:
         self._write_wal()
         self._write_rows()
         for name, row in self._source.state.tables.items():
-            self._write_segment(f"topics/{name}", row.number("base"), [row], by_seq=False)
+            self._write_table(f"topics/{name}", row)
         self._recover()
         if downloads:
             self._download(is_drill)
@@ -132,10 +133,11 @@ class Restore:
 
     # --- what the store has ------------------------------------------------------------------------------------------
 
-    def _lines(self, row: CommitLine) -> Iterator[bytes]:
-        key = full_key(self._source.lineage, row.values["key"])
-        pieces = objects.CheckedPieces(self._store.get(key), key, row.number("size"), row.values["sha256"])
-        return objects.unpack(pieces, key)
+    def _lines(self, *rows: CommitLine) -> Iterator[bytes]:
+        for row in rows:
+            key = full_key(self._source.lineage, row.values["key"])
+            pieces = objects.CheckedPieces(self._store.get(key), key, row.number("size"), row.values["sha256"])
+            yield from objects.unpack(pieces, key)
 
     def _write_files(self) -> None:
         for name in ("append", "topics"):
@@ -171,20 +173,27 @@ class Restore:
         for row in self._source.state.wal:
             rows.append(row)
             if sum(each.number("bytes") for each in rows) >= self._settings.segment_bytes:
-                self._write_segment("append", rows[0].number("first"), rows, by_seq=True)
+                self._write_segment("append", rows[0].number("first"), self._lines(*rows), by_seq=True)
                 rows = []
         if rows:
-            self._write_segment("append", rows[0].number("first"), rows, by_seq=True)
+            self._write_segment("append", rows[0].number("first"), self._lines(*rows), by_seq=True)
 
-    def _write_segment(self, directory: str, first: int, rows: list[CommitLine], by_seq: bool) -> None:
-        """Write a segment of the lines of these objects, with its index."""
+    def _write_table(self, directory: str, row: CommitLine) -> None:
+        """Write the segments of a table: a new one begins after each gap."""
+        first, lines = row.number("base"), self._lines(row)
+        for gap in row.gaps:
+            self._write_segment(directory, first, _records(lines, gap.first - first, row.what), by_seq=False)
+            first = gap.to
+        self._write_segment(directory, first, lines, by_seq=False)
+
+    def _write_segment(self, directory: str, first: int, blocks: Iterable[bytes], by_seq: bool) -> None:
+        """Write a segment of these lines, with its index."""
         os.makedirs(f"{self.path}/{directory}", exist_ok=True)
         path = f"{self.path}/{directory}/{segment.name(first)}"
         with open(path, "xb") as file:
-            for row in rows:
-                for lines in self._lines(row):
-                    file.write(lines)
-                    self._progress(len(lines))
+            for lines in blocks:
+                file.write(lines)
+                self._progress(len(lines))
         writer = IndexWriter(segment.index_path(path), give_up, by_seq)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -239,6 +248,15 @@ class Restore:
         commits.commit([*before, *mine], os.urandom(8).hex())
         cursor = f"{commits.state.number} {self.id}\n"
         replace_file(f"{self.path}/{DIRECTORY}/cursor", cursor.encode())
+
+
+def _records(blocks: Iterator[bytes], count: int, what: str) -> Iterator[bytes]:
+    """Yield the next `count` records, which end with a block."""
+    while count > 0 and (lines := next(blocks, b"")):
+        yield lines
+        count -= record.count_lines(lines)
+    if count:
+        raise objects.ObjectError(f"{what}: its object has other records than its commit says")
 
 
 def age_s(state: TierState) -> float:

@@ -12,6 +12,8 @@ Answers     S3 says 412 or 409 also to a request that was repeated after its fir
             repeats nothing (`max_retries` 0), because it would take its own success for another writer's.
 Crash       A directory makes a temporary file, syncs it, links it (which fails if the name is there), and syncs the
             directory. A kill leaves a temporary file, which no call ever lists.
+Volume      A directory that was there and is not, because its volume was unmounted, is away: no key is made on the disk
+            below. A directory that is the mount point itself cannot be told from that disk.
 Not covered A store that ignores the condition overwrites. `probe` finds that out before anything else is written.
 """
 
@@ -183,9 +185,20 @@ class DirectoryStore:
     """Keys are paths below a directory."""
 
     def __init__(self, root: str) -> None:
-        self.root = root
+        self.root, self._was_there = root, False
+
+    def _check(self) -> None:
+        """Raise StoreError if the directory was there and is not: its volume was unmounted below this process.
+
+        No key may be made on another disk meanwhile, and no key is missing.
+        """
+        if os.path.isdir(self.root):
+            self._was_there = True
+        elif self._was_there:
+            raise StoreError(f"{self.root}: was there and is not; mount its volume again")
 
     def create(self, key: str, content: bytes) -> bool:
+        self._check()
         path = f"{self.root}/{key}"
         directory = os.path.dirname(path)
         making = f"{directory}/{_MAKING}{os.urandom(8).hex()}"
@@ -215,6 +228,7 @@ class DirectoryStore:
                 while piece := file.read(_PIECE):
                     yield piece
         except FileNotFoundError as err:
+            self._check()
             raise MissingError(f"{self.root}/{key}: is not there") from err
         except OSError as err:
             raise StoreError(f"{self.root}/{key}: {err.strerror}") from err
@@ -222,7 +236,9 @@ class DirectoryStore:
     def names(self, prefix: str, after: str = "") -> Iterator[str]:
         if not os.path.isdir(os.path.dirname(self.root)):
             raise StoreError(f"{os.path.dirname(self.root)}: is no directory")
+        self._check()
         yield from self._names(f"{prefix}/" if prefix else "", after)
+        self._check()
 
     def _names(self, under: str, after: str) -> Iterator[str]:
         """Yield the keys below a directory in the order of whole keys, as a bucket does: `lineages` skips by it."""
@@ -245,7 +261,7 @@ class DirectoryStore:
             try:
                 os.unlink(f"{self.root}/{key}")
             except FileNotFoundError:
-                continue
+                self._check()
             except OSError as err:
                 raise StoreError(f"{self.root}/{key}: {err.strerror}") from err
 

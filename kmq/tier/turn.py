@@ -15,6 +15,8 @@ Invariant   Nothing in the store is ahead of the rows of the WAL: a turn first r
             commit names it. A row of the WAL never goes before the files, tables and the local WAL can do without it.
 Hole        While the store is away the local WAL may go before it was copied. Where it goes on, one commit has the rows up
             to router.ckpt with it and the tables: an older one does not say which offsets follow the hole.
+Load        What is made as of a router.ckpt stays right when there are later ones: below a checkpoint no log changes. So no
+            step waits for a router that writes no checkpoint meanwhile.
 Crash       after an object     no commit names it: it is never read;
             after a commit      the next start reads all commits;
             after a drop        the object is deleted in a later turn: deletions repeat.
@@ -43,7 +45,7 @@ from kmq.config.values import MIB
 from kmq.errors import KmqError
 from kmq.files import replace_file
 from kmq.links.role import FOLLOWING, RolePage
-from kmq.log import checkpoint, identity, passes, reader, topic_changes, topics, wal
+from kmq.log import checkpoint, gaps, identity, passes, reader, topic_changes, topics, wal
 from kmq.log.damage import DamageError
 from kmq.log.rows import FULL_KEY, full_key
 from kmq.log.segment import Limits, last_line, within
@@ -61,6 +63,7 @@ NAMED = ("dropped.log", "quarantine/log")  # they explain what the WAL lacks, so
 _FILES_S = 3600.0
 _TURNS = 5  # times KMQ_TIER_EVERY: after that a turn leaves the rest of the partitions to the next one
 _DELETE_S = 3600.0  # between a drop and the deletion: a reader may have planned with the row
+_DELETES_AT_ONCE = 200  # of a turn: some ten seconds, for which the WAL waits
 _SWEEP_S, _SWEEP_FIRST_S = 86_400.0, 3600.0  # between two looks at all names; the first one is no part of a start
 _NAMES_AT_ONCE = 10_000  # of a turn: the WAL does not wait for a whole look
 _KINDS = ("wal", "topics", "tables", "files")
@@ -185,6 +188,7 @@ class Copier:
         self.commits = CommitLog(store, self.lineage, f"{self._id}@{socket.gethostname()}")
         self.is_claimed = False
         self._is_read = False  # all commits, by a follower
+        self._has_all_tables = False  # each has a row: the last look at them has seen this
         self._epoch = 0  # of the claim, in a shard
         self._wal_at, self._files_at = 0.0, -_FILES_S  # monotonic: when the WAL and all files went up last
         uploads = Uploads(self._key, self._upload, self._commit, self._rest)
@@ -340,19 +344,15 @@ class Copier:
         """
         first = at = reader.first_seq(self.data)
         rows = [line("drop", "wal", before=first, why="retention")]
-        while True:
-            found = SmallFiles.of(self.data, are_all=True)
-            if at > max(found.routed_seq, found.producers_seq):
-                tables = [*self._table_rows(found)]
-                if _is_as_read(self.data, found):
-                    break
-            elif (row := self._wal_row(at, max(high, self._options.durable()))) is None:
+        found = SmallFiles.of(self.data, are_all=True)  # once: under load there is a later checkpoint after each object
+        while at <= max(found.routed_seq, found.producers_seq):
+            if (row := self._wal_row(at, max(high, self._options.durable()))) is None:
                 return False
-            else:
-                rows.append(row)
-                at = row.number("last") + 1
+            rows.append(row)
+            at = row.number("last") + 1
             if reader.first_seq(self.data) > first:
                 return False
+        tables = [*self._table_rows(found)]
         self._commit(*rows, *tables, *self._file_rows(found))
         self._files_at = time.monotonic()
         return True
@@ -394,7 +394,7 @@ class Copier:
         state = self.commits.state
         covered = [row.number("seq") for row in state.tables.values()]
         covered += [state.files[name].number("seq") if name in state.files else 0 for name in FILES[:2]]
-        needed = min(min(covered) + 1, waiting)
+        needed = min(min(covered) + 1, waiting) if self._has_all_tables else 0
         gone = [last for last in self._expired() if last < needed]
         if gone:
             self._commit(line("drop", "wal", before=gone[-1] + 1, why="retention"))
@@ -407,10 +407,13 @@ class Copier:
 
     def _table_rows(self, found: SmallFiles) -> Iterator[CommitLine]:
         """Copy each table up to the end that router.ckpt says: below it a log is on disk, and does not change."""
-        rows, lives = _checkpoint(self.data, found)
+        self._has_all_tables = False
+        if (parsed := _parsed(self.data, found.contents.get(FILES[0]))) is None:
+            return
+        rows, lives = parsed
         compacted = {table.name for table in passes.CompactedTopics(self.data).found()}
         wanted = {name for name in lives if name.startswith("__") or name in compacted}
-        seen = set()
+        seen, damaged = set(), set()
         for (topic, number), at in rows.items():
             if topic in wanted:
                 seen.add(f"{topic}/{number}")
@@ -418,26 +421,30 @@ class Copier:
                     row = self._table_row(topic, number, lives[topic], at.start, at.end_offset, found.routed_seq)
                 except DamageError as err:
                     self._log.error("tier_table_damaged", topic=topic, partition=number, reason=err)
+                    damaged.add(f"{topic}/{number}")
                     continue
                 if row is not None:
                     yield row
-        gone = {name: row for name, row in self.commits.state.tables.items() if rows and name not in seen}
-        for name, row in gone.items():
+        tables = self.commits.state.tables
+        for name, row in [(name, row) for name, row in tables.items() if rows and name not in seen]:
             yield line("drop", name, life=row.values["life"], why="deleted")
+        self._has_all_tables = damaged <= tables.keys()
 
     def _table_row(self, topic: str, number: int, life: int, start: int, end: int, seq: int) -> CommitLine | None:
         """Copy a table, and return its row; None if the row of before will do."""
         name = f"{topic}/{number}"
         before = self.commits.state.tables.get(name)
-        if before is not None and before.number("life") == life:
+        found = tuple(gap for gap in gaps.read(f"{self.data}/topics/{name}") if start <= gap.first and gap.to <= end)
+        if before is not None and before.number("life") == life and before.gaps == found:
             grown = end - before.number("end")
             holds_wal = before.number("seq") + 1 < reader.first_seq(self.data)  # no row of the WAL may go before it
-            if grown * 2 < max(1, end - start) and not holds_wal:
+            if grown * 2 < max(1, end - start - gaps.count(found, start, end)) and not holds_wal:
                 return None
             if not grown:
                 return before._replace(values={**before.values, "seq": str(seq)})
         packed = objects.pack(self._table_blocks(topic, number, start, end))
         row: dict[str, object] = {"life": life, "base": start, "end": end, "seq": seq}
+        row |= {"gaps": "+".join(f"{gap.first}-{gap.to}" for gap in found)} if found else {}
         row |= self._upload(f"{self._key(f'tables/{topic}/{life}/{number}/{end}')}.log.gz", packed)
         return line("table", name, **row)
 
@@ -546,9 +553,12 @@ class Copier:
         """Delete dropped objects an hour after this process first saw the drop. Objects of another lineage stay."""
         now, dropped = time.monotonic(), self.commits.state.dropped
         self._dropped_at = {key: self._dropped_at.get(key, now) for key in dropped}
-        due = [key for key, since in self._dropped_at.items() if now - since >= _DELETE_S]
+        due = [key for key, since in self._dropped_at.items() if now - since >= _DELETE_S][:_DELETES_AT_ONCE]
+        for key in due:
+            if not FULL_KEY.match(key):
+                self.store.delete([full_key(self.lineage, key)])
+            self._options.progress(0)
         if due:
-            self.store.delete([full_key(self.lineage, key) for key in due if not FULL_KEY.match(key)])
             self._commit(*(line("gone", key) for key in due))
 
     def _look_at_names(self) -> None:
@@ -618,20 +628,10 @@ def _seconds(micros: int) -> str:
     return record.format_ts(micros).decode()
 
 
-def _checkpoint(data: str, found: SmallFiles) -> tuple[checkpoint.Rows, dict[str, int]]:
-    """Return the rows of router.ckpt, and since when each topic is in force; nothing if the file has changed since."""
-    return (_parsed(data, found.contents.get(FILES[0])) if _is_as_read(data, found) else None) or ({}, {})
-
-
-def _is_as_read(data: str, found: SmallFiles) -> bool:
-    """Return True if router.ckpt has not changed since it was read."""
-    return _content(f"{data}/{FILES[0]}") == found.contents.get(FILES[0])
-
-
 def _parsed(data: str, content: bytes | None) -> tuple[checkpoint.Rows, dict[str, int]] | None:
-    """Return the same of this content, even if the file has changed since: below a checkpoint no partition changes.
+    """Return the rows of this router.ckpt, and since when each topic is in force. None if it is damaged, or not there yet.
 
-    None if it is damaged, or not there yet.
+    The file may have changed since: below a checkpoint no partition changes.
     """
     if content is None:
         return None

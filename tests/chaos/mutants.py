@@ -983,6 +983,21 @@ MUTANTS = [
         [UNIT_TIER],
     ),
     Mutant(
+        "tier: an object of the WAL goes before a table that has never gone up",
+        [("kmq/tier/turn.py", " if self._has_all_tables else 0", "")],
+        ["tests/unit/test_tier_tables.py"],
+    ),
+    Mutant(
+        "tier: a start inside of a row is forgotten with the file tier",
+        [("kmq/log/rows.py", "self.rows[0].base < self.before:", "False:")],
+        ["tests/unit/test_tier_heal.py"],
+    ),
+    Mutant(
+        "tier: a directory whose volume is unmounted is made on the disk below",
+        [("kmq/tier/store.py", "elif self._was_there:", "elif False:")],
+        ["tests/unit/test_tier_turn.py"],
+    ),
+    Mutant(
         "tier: rows after a hole in the copied WAL go up without their router.ckpt",
         [("kmq/tier/turn.py", "*rows, *tables, *self._file_rows(found))", "*rows, *tables)")],
         ["tests/unit/test_tier_restored_rows.py"],

@@ -5,20 +5,23 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from itertools import pairwise
 
 import pytest
 from log_server import up
 from made_up import FIRST_TS
-from tiered import cold_broker, lines
+from tiered import TieredBroker, cold_broker, lines, restored
 
 from kmq.cli.spark_options import From
+from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError, RetryError
-from kmq.log import rows
+from kmq.log import gaps, rows, topics
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
+from kmq.log.segment import Limits
 from kmq.spark.connections import Access
-from kmq.spark.source import batches, store
+from kmq.spark.source import batches, planner, store
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import ReadOptions
@@ -26,6 +29,7 @@ from kmq.spark.source.plan import DataLossError, OffsetSpan
 from kmq.spark.source.planner import QueryLogs
 from kmq.spark.source.store import Lineage, StoreReader
 from kmq.spark.sql import duckdb_engine, shell
+from kmq.tier import objects
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -181,6 +185,16 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again(made, monkeypatch):
     assert b"".join(found.data for found in reader.lines(row, 0, 5)) == b"".join(made.sent[:5])
 
 
+def test_a_plan_waits_for_the_store_although_it_leaves_out_a_broker_at_once(made, gateway, monkeypatch):
+    monkeypatch.setattr(planner, "HOLD_S", 0.0)
+    given = {"kmq.bootstrap.servers": gateway, "tier": url_of(made), "subscribe": "t", "onUnreachable": "hold"}
+    logs = QueryLogs(ReadOptions(given))
+    made.store.is_away = True
+    monkeypatch.setattr(logs.brokers[gateway]._store, "store", lambda: made.store)
+    monkeypatch.setattr(store.time, "sleep", lambda _: setattr(made.store, "is_away", False))
+    assert logs.planned(lambda: logs.stamp_before((gateway, "t", 0), 0, 5)) == (5, FIRST_TS + 5)
+
+
 # --- a lineage -------------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +249,48 @@ def test_gaps_of_a_lineage_are_left_out_of_plans(tmp_path):
     assert found == b"".join(made.sent[: COUNT + end - 1_000_000])
 
 
+def test_the_wal_of_a_restored_broker_has_a_gap_in_plans_too(made, tmp_path):
+    made.copier.turn()
+    again = restored(made, tmp_path / "again")
+    again.next_seq = gaps.of_wal(again.data)[-1].to
+    again.send(*lines(100, COUNT))
+    for _ in range(2):
+        again.turn()
+    again.stop()
+    logs = QueryLogs(ReadOptions({"path": url_of(made), "subscribe": WAL, "maxRecordsPerPartition": "100000"}))
+    [(key, (first, end))] = logs.bounds().items()
+    assert first == 1 and end > 1_000_000_000
+    [(begin, gap_end)] = logs.gaps()[key]
+    assert (begin, gap_end) == (COUNT + 1, end - 100)
+    tasks = [pickle.loads(pickle.dumps(task)) for task in logs.tasks([OffsetSpan(key, first, end)])]
+    assert len(tasks) < 10
+    found = b"".join(block.lines for task in tasks for block, _ in batches.blocks(task.open(), task.spans, ["value"]))
+    assert found == b"".join(again.sent)
+
+
+def test_a_table_of_a_lineage_has_its_offsets_after_a_gap_too(tmp_path):
+    made = TieredBroker(tmp_path, Limits(segment_bytes=4096))
+    made.stop()
+    topics.declare(made.data, "c", 1, limits={"cleanup": "compact"})
+    made.start()
+    made.send(*lines(50, topic=b"c"))
+    made.fork(51, 1_000_000)
+    made.kill_copier()
+    made.send(*lines(50, 50, topic=b"c"))
+    made.turn()
+    made.stop()
+    logs = QueryLogs(ReadOptions({"path": url_of(made), "subscribe": "c"}))
+    [(key, (first, end))] = logs.bounds().items()
+    assert (first, end) == (0, 1_000_050)
+    tasks = [pickle.loads(pickle.dumps(task)) for task in logs.tasks([OffsetSpan(key, first, end)])]
+    found = [found for task in tasks for span in task.spans for found in task.open().read("c", 0, span.start, span.end)]
+    assert b"".join(text for _, text in found) == b"".join(made.sent)
+    offsets = [offset + n for offset, text in found for n in range(text.count(b"\n"))]
+    assert offsets == [*range(50), *range(1_000_000, 1_000_050)]
+    for seq in (1, 50, 51, 100):
+        assert Lineage(url_of(made)).offset_of_seq("c", 0, seq) == offsets[seq - 1]
+
+
 def test_of_several_lineages_the_path_names_one(made, tmp_path):
     other = cold_broker(tmp_path / "other")
     shutil.copytree(f"{other.store.root}/{other.copier.lineage}", f"{made.store.root}/{other.copier.lineage}")
@@ -271,7 +327,7 @@ def test_options_name_a_store_or_a_directory(made, tmp_path):
     assert options(path=made.data, tier=url).tier == url and options(path=made.data, tier="broker").tier == ""
     for given, what in [
         ({"path": url, "tier": url}, "tier: `path` is a store itself"),
-        ({"path": made.data, "tier": "/mnt"}, "tier='/mnt': must be broker, or the URL of a store"),
+        ({"path": made.data, "tier": "/mnt"}, "tier='/mnt': must be broker, or the URL of a store without a login"),
         ({"path": "hdfs://a/b"}, "is another file system"),
     ]:
         with pytest.raises(ConfigError, match=what):
@@ -283,6 +339,17 @@ def test_options_name_a_store_or_a_directory(made, tmp_path):
     logs = QueryLogs(options(path=url, subscribe="nope"))
     with pytest.raises(ConfigError, match=r"topic 'nope' does not exist at .*subscribe __append"):
         logs.starting(logs.bounds(), -2)
+
+
+@pytest.mark.parametrize("url", ["s3://AKIA:SECRET@bucket/kmq", "s3://AKIA:SEC/RET@bucket"])
+def test_the_url_of_a_store_has_no_login_because_columns_plans_and_errors_show_it(url):
+    for given in ({"path": url}, {"kmq.bootstrap.servers": "a:8082", "tier": url}):
+        with pytest.raises(ConfigError, match=r"must be .*a store without a login") as refused:
+            ReadOptions({"subscribe": "t", **given})
+        assert "RET" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"KMQ_TIER=… .*must have no login") as refused:
+        load({"KMQ_TIER": url}, "none.toml")
+    assert "RET" not in str(refused.value)
 
 
 def test_sql_takes_the_store_from_the_setting_and_a_copy_as_a_path(made, monkeypatch, capsys):
@@ -304,3 +371,20 @@ def test_the_library_of_a_bucket_is_not_imported_before_a_task_needs_it():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_object_is_in_memory_once_and_is_unpacked_without_copies_of_its_rest(tmp_path):
+    lines = [b"%d|" % n + os.urandom(500).replace(b"\n", b" ") + b"\n" for n in range(32_000)]  # as large when packed
+    packed = objects.pack(b"".join(lines[at : at + 2000]) for at in range(0, len(lines), 2000))
+    (tmp_path / "object").write_bytes(packed.content)
+    size = len(packed.content)
+    row = rows.TierRow(1, 0, len(lines), (1, 9), (1, 9), packed.nbytes, size, packed.sha256, 0, "object")
+    del packed
+    tracemalloc.start()
+    try:
+        assert sum(len(found.newlines) for found in StoreReader(f"file://{tmp_path}").lines(row, 0, len(lines))) == len(
+            lines
+        )
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * size + (6 << 20)
+    finally:
+        tracemalloc.stop()

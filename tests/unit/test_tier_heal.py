@@ -485,3 +485,25 @@ def test_a_start_in_rows_that_are_not_known_waits_for_them(made):
         made.turn()
     assert made.begin() == 100 and list(read_cold(made)) == [*range(100, COUNT)]
     made.stop()
+
+
+@pytest.mark.parametrize("loss", ["damaged", "lost"])
+@pytest.mark.parametrize("way", ["laid out", "repaired"])
+def test_what_a_start_inside_of_a_row_has_deleted_stays_deleted_though_tier_is_lost(made, loss, way):
+    """The commits have the start. It was left out, and deleted records came back."""
+    made.start()
+    made.kill_copier()
+    start = made.rows()[1][0] + 7
+    made.queues.retention.begin_at([(made.queues.logs.log_of(made.queues.in_force.table[b"t"], 0), start)])
+    for _ in range(2):
+        made.turn()
+    made.stop()
+    TIER_LOSSES[loss](made)
+    if way == "repaired":
+        heal(made)
+    made.start()
+    made.kill_copier()
+    for _ in range(3):
+        made.turn()
+    assert made.begin() == start and [*read_cold(made)] == [*range(start, COUNT)]
+    made.stop()

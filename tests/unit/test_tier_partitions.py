@@ -10,7 +10,7 @@ from made_up import FIRST_TS
 from tiered import TieredBroker, lines
 
 from kmq.errors import ConfigError
-from kmq.log import dedupe_file, rows, segment, topic_changes
+from kmq.log import dedupe_file, rows, segment, topic_changes, topics
 from kmq.log.reader import LogReader
 from kmq.log.segment import Limits
 from kmq.tier import turn as turn_module
@@ -503,6 +503,18 @@ def test_objects_of_the_wal_stay_until_the_rows_have_their_records(made, is_dama
         assert not made.rows() and made.state.wal_first == 1
     else:
         assert made.rows() == [(0, 60)] and made.state.wal_first == 31
+
+
+def test_a_partition_without_records_holds_no_object_of_the_wal(made):
+    topics.declare(made.data, "empty", 2)
+    made.stop()
+    made.start()
+    for _ in range(2):
+        made.send(*lines(30))
+        made.turn()
+    lose_the_first_wal_segment(made)
+    made.copier.turn()
+    assert made.rows() == [] and made.state.wal_first == 31
 
 
 # --- what a start finds ----------------------------------------------------------------------------------------------

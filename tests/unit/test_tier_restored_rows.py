@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from fake_logger import FakeLogger
 from made_up import FIRST_TS
-from tiered import TieredBroker, cold_broker, lines, read_all
+from tiered import TieredBroker, cold_broker, lines, opened, read_all, restored
 
 from kmq.broker import admission
 from kmq.config.settings import load
 from kmq.errors import CorruptError
 from kmq.gateway.core.partitions import Partitions
-from kmq.log import gaps, identity, reader, rows
+from kmq.log import gaps, identity, reader, rows, topics
 from kmq.log.checkpoint import Checkpointer
 from kmq.log.damage import DamageError
 from kmq.log.partition import PartitionLog
@@ -28,26 +28,6 @@ from kmq.tier.store import StoreError, get
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 COUNT = 400
-
-
-def restored(made, path, drill=False, downloads=False):
-    settings = load({"KMQ_DATA": str(path), "KMQ_SEGMENT_BYTES": "64 KiB"}, "none.toml")
-    again = Restore(
-        made.store, find_source(made.store, "", "restore@here"), settings, FakeLogger(), lambda nbytes: None
-    )
-    again.run(drill, downloads)
-    return opened(made, str(path))
-
-
-def opened(made, data):
-    """A broker on another directory, with the same store."""
-    again = TieredBroker.__new__(TieredBroker)
-    again.__dict__.update(made.__dict__)
-    again.data, again.logger = data, FakeLogger()
-    again.start()
-    again.next_seq = gaps.forks(data)[-1].seq + 1_000_000_000
-    again.kill_copier()
-    return again
 
 
 @pytest.fixture
@@ -344,3 +324,26 @@ def test_a_kill_between_the_objects_after_a_hole_leaves_what_was_there_before(tm
         drill.stop()
     assert fates > 5
     broker.stop()
+
+
+def test_a_table_has_its_offsets_after_a_gap_too_also_in_a_second_restore(tmp_path):
+    """A compacted topic is copied as a whole; a restore gives its later records offsets above a gap."""
+    made = TieredBroker(tmp_path, Limits(segment_bytes=4096))
+    made.stop()
+    topics.declare(made.data, "c", 1, limits={"cleanup": "compact"})
+    made.start()
+    made.kill_copier()
+    made.send(*lines(50, topic=b"c"))
+    made.turn()
+    made.stop()
+    again = restored(made, tmp_path / "again")
+    again.send(*lines(50, 50, topic=b"c"))
+    again.turn()
+    [gap] = gaps.read(f"{again.data}/topics/c/0")
+    whole = [*offsets_of(reader.partition(again.data, "c", 0), 0)]
+    assert [*dict(whole)] == [*range(50), *range(gap.to, gap.to + 50)]
+    again.stop()
+    third = restored(again, tmp_path / "third")
+    log = reader.partition(third.data, "c", 0)
+    assert [*offsets_of(log, 0)] == whole and gaps.read(log.directory)[0] == gap and log.end_offset() > gap.to + 50
+    third.stop()

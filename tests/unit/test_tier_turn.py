@@ -17,8 +17,8 @@ from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.router.queues import Queues
 from kmq.tier import turn as turn_module
-from kmq.tier.commits import AheadError, CommitLog, DamagedError, FencedError
-from kmq.tier.store import StoreError, get
+from kmq.tier.commits import AheadError, CommitLog, DamagedError, FencedError, line
+from kmq.tier.store import DirectoryStore, StoreError, get
 from kmq.tier.turn import Copier, TurnOptions, full_key
 
 LINES = [b"orders.k%d|0|%d|%s" % (n % 5, n, b"x" * 400) for n in range(1, 501)]
@@ -122,6 +122,7 @@ def test_whichever_request_goes_wrong_each_record_is_there_once(data, place, fat
         if place.plan:
             return
         shutil.rmtree(place.root)
+        os.mkdir(place.root)
         shutil.rmtree(f"{data}/tier")
         place.plan = []
     raise AssertionError("the plan never ended")
@@ -160,10 +161,35 @@ def test_after_a_kill_behind_each_request_the_next_process_goes_on(data, place, 
             copier(data, place, object_bytes=1 << 16).turn()
             assert wal_of(place, data) == local_wal(data)
             shutil.rmtree(place.root)
+            os.mkdir(place.root)
             shutil.rmtree(f"{data}/tier")
             continue
         return
     raise AssertionError("no turn without a kill")
+
+
+def test_nothing_is_copied_to_the_disk_below_a_volume_that_is_not_mounted_for_a_while(tmp_path):
+    """A commit there left a gap in the numbers of the volume: damage for good."""
+    made = write_data(tmp_path / "data", LINES[:100], {"orders": 2}, closed=False)
+    data, volume, away = str(tmp_path / "data"), tmp_path / "volume", tmp_path / "away"
+    volume.mkdir()
+    place = DirectoryStore(str(volume / "kmq"))
+    copying = copier(data, place)
+    copying.turn()
+    append(made, LINES[100:200])
+    volume.rename(away)
+    volume.mkdir()
+    with pytest.raises(StoreError, match="mount"):
+        copying.turn()
+    with pytest.raises(StoreError, match="mount"):
+        list(place.names(""))
+    assert not [*volume.iterdir()]
+    volume.rmdir()
+    away.rename(volume)
+    copying.turn()
+    assert wal_of(place, data) == local_wal(data)
+    made[0].close()
+    made[1].close()
 
 
 def test_a_store_that_is_away_stops_nothing_and_what_was_missed_follows(data, place):
@@ -256,6 +282,7 @@ def test_a_store_that_is_another_one_since_the_last_turn_gets_no_commit(place, t
     number = state(place, data).number
     append(made, LINES[100:200])
     os.rename(place.root, tmp_path / "away")
+    os.mkdir(place.root)
     with pytest.raises(DamagedError, match=f"commit {number} is not there any more: it is another store"):
         process.turn()
     assert not [key for key in place.names("") if "/commits/" in key]
@@ -303,6 +330,26 @@ def test_rows_of_the_wal_go_once_the_local_wal_and_the_files_do_without_them(tmp
     assert not found.dropped
     keys = [key for key in place.names("") if "/wal/" in key]
     assert len(keys) == len(found.wal)
+
+
+def test_many_dropped_objects_are_deleted_in_parts_and_each_is_progress(tmp_path, place, monkeypatch):
+    """A topic of a terabyte has 16,000: at once they took longer than the process may be silent, again and again."""
+    monkeypatch.setattr(turn_module, "_DELETE_S", 0.0)
+    monkeypatch.setattr(turn_module, "_DELETES_AT_ONCE", 4)
+    data, seqs = write_data(tmp_path / "data", LINES[:100], {"orders": 2}), iter(range(10, 101, 10))
+    early = Copier(data, place, FakeLogger(), TurnOptions(1 << 26, 0, lambda: next(seqs)))
+    for _ in range(10):
+        early.turn()
+    early.commits.commit([line("drop", "wal", before=101, why="retention")], "n")
+    before, calls, delete = len(early.commits.state.dropped), [], place.delete
+    monkeypatch.setattr(place, "delete", lambda keys: calls.append("delete") or delete(keys))
+    options = TurnOptions(1 << 26, 0, lambda: 100, lambda nbytes: calls.append("progress"))
+    later = Copier(data, place, FakeLogger(), options)
+    for part in (4, 8, 10):
+        calls.clear()
+        later.turn()
+        assert before - len(later.commits.state.dropped) == part
+        assert "delete delete delete" not in " ".join(calls)  # the probe deletes, too
 
 
 def test_a_wal_that_went_before_it_was_copied_leaves_a_hole_that_is_named(tmp_path, place):

@@ -245,7 +245,8 @@ class Remote(Broker):
         `tier`: the URL of the store from which old records come; "": from the gateway, as all others.
         """
         self.name, self._access, self._data_id = name, access, data_id
-        self._store = StoreReader(tier, patience_s=access.patience_s)
+        # With onUnreachable=hold a plan has less patience with a broker, which it can leave out. It needs the store.
+        self._store = StoreReader(tier, patience_s=max(access.patience_s, PATIENCE_S))
         self._idle: list[HTTPConnection] = []  # one, unless several requests ran at the same time
         self.addresses = [gateway_address(part, access) for part in name.split(",")]
         self._last: dict[tuple[str, int], tuple[int, list[int] | None]] = {}  # end, and stamp of the record before it

@@ -154,11 +154,7 @@ class ReadOptions:
             return ""
         if self.paths and all(map(scheme, self.paths)):
             raise ConfigError("tier: `path` is a store itself, which is read without a broker; leave it out")
-        try:
-            return values.store_url(text)
-        except ValueError:
-            wanted = "broker, or the URL of a store: s3://<bucket>/<prefix>, file:///<directory>"
-            raise ConfigError(f"tier={quotation(text, is_path=True)}: must be {wanted}") from None
+        return _store_url("tier", text, "broker, or ")
 
     def _limits(self) -> None:
         """Parse the limits of a micro-batch and a task; 0 is no limit."""
@@ -341,6 +337,16 @@ def _list(options: Mapping[str, str], name: str) -> list[str]:
     return parts
 
 
+def _store_url(option: str, text: str, also: str = "") -> str:
+    try:
+        return values.store_url(text)
+    except ValueError:
+        wanted = f"{also}the URL of a store without a login: s3://<bucket>/<prefix>, file:///<directory>"
+        raise ConfigError(
+            f"{option}={quotation(text, is_path=True)}: must be {wanted}; credentials are those of the environment"
+        ) from None
+
+
 def _paths(options: Mapping[str, str]) -> list[str]:
     """Return the directories of `path` and of `paths`; Spark passes load([a, b]) as `paths`."""
     text = options.get("paths")
@@ -357,7 +363,7 @@ def _paths(options: Mapping[str, str]) -> list[str]:
 
 def _expand(path: str) -> list[str]:
     if url := store_url(path):
-        return [url]
+        return [_store_url("path", url)]
     path = directory_here(path, "path")
     if not glob.has_magic(path):
         return [path]

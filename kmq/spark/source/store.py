@@ -20,9 +20,11 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kmq.errors import ConfigError, CorruptError, RetryError, quotation
+from kmq.files import replace_file
 from kmq.log import gaps, identity
 from kmq.log.damage import EXAMINE_COPY, DamageError
 from kmq.log.gaps import Gap, Gaps
@@ -51,7 +53,7 @@ class StoreReader:
         """`patience_s`: how long a store may be away."""
         self.url, self._option, self._patience_s = url, option, patience_s
         self._opened: Store | None = None
-        self._last = ("", b"")  # the object that was read last: its key and its content
+        self._last: tuple[str, bytes | bytearray] = ("", b"")  # the object that was read last: its key and its content
 
     def store(self) -> "Store":
         """Raises ConfigError if the URL names no store, or its library is not installed."""
@@ -61,16 +63,22 @@ class StoreReader:
             self._opened = open_store(self.url, self._option)
         return self._opened
 
-    def lines(self, row: TierRow, start: int, end: int, by_seq: bool = False) -> "Iterator[Lines]":
-        """Yield the records start…end-1 of a row in blocks. Raises MissingError, StoreError; DamageError."""
+    def lines(
+        self, row: TierRow, start: int, end: int, by_seq: bool = False, found_gaps: Gaps = ()
+    ) -> "Iterator[Lines]":
+        """Yield the records start…end-1 of a row in blocks. Raises MissingError, StoreError; DamageError.
+
+        `found_gaps`: of the log. The row of a table may have some inside; no member of an object spans one.
+        """
         from kmq.spark.source import columns
         from kmq.tier import objects
 
-        offset = row.base
+        inside = tuple(gap for gap in found_gaps if gap.to <= row.next)
+        offset = gaps.passed(inside, row.base)
         try:
             for data in objects.unpack([self.content(row)], row.key):
                 lines = columns.of_bytes(record.seq_of(data) if by_seq else offset, data, by_seq)
-                offset = lines.next_offset
+                offset = gaps.passed(inside, lines.next_offset)
                 if offset > start and (found := lines.within(start, end, by_seq)):
                     yield found
                 if end <= offset < row.next:
@@ -83,28 +91,33 @@ class StoreReader:
     def damage(self, row: TierRow, err: Exception) -> DamageError:
         return DamageError(f"{self.url}/{row.key}", 0, row.size, row.base, row.next, str(err), EXAMINE_COPY)
 
-    def offset_of(self, row: TierRow, target: int, field: int, by_seq: bool = False) -> int | None:
+    def offset_of(
+        self, row: TierRow, target: int, field: int, by_seq: bool = False, found_gaps: Gaps = ()
+    ) -> int | None:
         """Return the offset of the first record of a row whose SEQ or RECV_TS is at least `target`; None without one."""
-        for found in self.lines(row, row.base, row.next, by_seq):
+        for found in self.lines(row, row.base, row.next, by_seq, found_gaps):
             lines = found.data.split(b"\n")[:-1]
             if (at := first_at(lines, target, field)) is not None:
                 return record.seq_of(lines[at]) if by_seq else found.offset + at
         return None
 
-    def content(self, row: TierRow) -> bytes:
+    def content(self, row: TierRow) -> bytes | bytearray:
         """Return the object of a row as it is stored, compared with the row. Raises ObjectError, MissingError, StoreError."""
         from kmq.tier.objects import CheckedPieces
         from kmq.tier.store import MissingError, StoreError
 
-        key, content = self._last
-        if key == row.key:
-            return content
+        last = self._last  # several threads may read
+        if last[0] == row.key:
+            return last[1]
+        self._last = last = "", b""  # one object at a time
         pause, deadline = _PAUSES_S[0], time.monotonic() + self._patience_s
         while True:
             try:
-                content = b"".join(CheckedPieces(self.store().get(row.key), row.key, row.size, row.sha256))
-                self._last = row.key, content
-                return content
+                found = bytearray()  # not joined: that would be the object twice
+                for piece in CheckedPieces(self.store().get(row.key), row.key, row.size, row.sha256):
+                    found += piece
+                self._last = row.key, found
+                return found
             except MissingError:
                 self._check_store(row.key.partition("/")[0])
                 raise
@@ -134,6 +147,7 @@ def blocks(
     start: int,
     end: int,
     by_seq: bool = False,
+    found_gaps: Gaps = (),
 ) -> "Iterator[Lines]":
     """Yield the records start…end-1 of a log in blocks: those of its rows from the store, later ones by `local`.
 
@@ -151,7 +165,7 @@ def blocks(
                 if row.next <= offset or row.base >= cold:
                     continue
                 missing = row.key if row.key == missing else ""
-                for lines in reader.lines(row, offset, min(cold, row.next), by_seq):
+                for lines in reader.lines(row, offset, min(cold, row.next), by_seq, found_gaps):
                     yield lines
                     offset = lines.next_offset
             offset = max(offset, cold)
@@ -202,7 +216,8 @@ class Lineage(Broker):
             mine = [span for span in spans if span.key[1:] == log]
             rows = [row for row in found.logs[log].rows if any(row.base < s.end and row.next > s.start for s in mine)]
             logs[log] = found.logs[log]._replace(rows=rows)
-        return Lineage(self.name, found._replace(logs=logs, gaps={}))
+        its_gaps = {log: each for log, each in found.gaps.items() if log in logs}
+        return Lineage(self.name, found._replace(logs=logs, gaps=its_gaps))
 
     # --- the interface -----------------------------------------------------------------------------------------------
 
@@ -252,7 +267,8 @@ class Lineage(Broker):
         log = self._read().logs[topic, partition]
         for row in log.rows:
             if (row.seqs[1], row.times[1])[field] >= target:
-                found = self._reader.offset_of(row, target, field, topic == WAL)
+                found_gaps = self._read().gaps.get((topic, partition), ())
+                found = self._reader.offset_of(row, target, field, topic == WAL, found_gaps)
                 if found is not None:
                     return int(max(found, log.first_offset))
         return int(log.local_offset)
@@ -276,7 +292,8 @@ class Lineage(Broker):
     def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
         nothing: Iterator[Lines] = iter(())
         rows_of = partial(self._rows, topic, partition)
-        return blocks(self._reader, rows_of, lambda low, high: nothing, start, end, topic == WAL)
+        found_gaps = self._read().gaps.get((topic, partition), ())
+        return blocks(self._reader, rows_of, lambda low, high: nothing, start, end, topic == WAL, found_gaps)
 
     def _rows(self, topic: str, partition: int, start: int, end: int, missing: str) -> LogRows:
         if missing:  # retention may have dropped the row after the query was planned
@@ -312,18 +329,33 @@ class Lineage(Broker):
         gaps_of = {
             _log_of(name): tuple(Gap(*pair) for pair in log.gaps) for (name, _), log in state.logs.items() if log.gaps
         }
+        gaps_of |= {_log_of(name): line.gaps for name, line in state.tables.items() if line.gaps}
         tables = frozenset(_log_of(name)[0] for name in state.tables)
-        return LineageLogs(lineage, self._marks_from(state, lineage), _logs_of(state, lineage), gaps_of, tables)
+        if of_wal := self._gaps_of_wal(state, lineage):
+            gaps_of[WAL, 0] = of_wal
+        form = self._file(state, lineage, "format")
+        marks_from = 1 if form is None else identity.marks_in(form.decode())  # without it all keys may have marks
+        return LineageLogs(lineage, marks_from, _logs_of(state, lineage), gaps_of, tables)
 
-    def _marks_from(self, state: "TierState", lineage: str) -> int:
-        """Return what the copy of the file `format` says; without one all keys may have marks."""
+    def _gaps_of_wal(self, state: "TierState", lineage: str) -> Gaps:
+        """Return the gaps that the copies of two small files name, which only a forked or restored broker has."""
+        if gaps.NAME not in state.files:
+            return ()
+        with TemporaryDirectory(prefix="kmq-") as directory:
+            for name in (gaps.NAME, "dropped.log"):
+                if (content := self._file(state, lineage, name)) is not None:
+                    replace_file(f"{directory}/{name}", content)
+            return gaps.of_wal(directory)
+
+    def _file(self, state: "TierState", lineage: str, name: str) -> bytes | None:
+        """Return the copy of a small file; None without one."""
         from kmq.tier import objects
 
-        line = state.files.get("format")
+        line = state.files.get(name)
         if line is None:
-            return 1
+            return None
         row = _row(line, lineage, 0, 1)
-        return identity.marks_in(b"".join(objects.unpack([self._reader.content(row)], row.key)).decode())
+        return b"".join(objects.unpack([self._reader.content(row)], row.key))
 
 
 def _log_of(name: str) -> tuple[str, int]:
