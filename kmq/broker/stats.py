@@ -526,6 +526,18 @@ class StatsPage:
                 found.append((name, dict(zip(FOLLOWER_FIELDS, words.tolist(), strict=False))))
         return found
 
+    def tier_lacks(self) -> tuple[int, float]:
+        """Return how many records KMQ_TIER lacks, and the age of the oldest in seconds. A follower copies nothing.
+
+        A process `tier` that is silent or has ended says nothing: then these are the records since its last sign of life.
+        """
+        row, replica, last = self.rows[TIER], self.rows[REPLICA], self.rows["durability"].seq
+        age_s = max(0.0, time.time() - row.oldest) if row.oldest else 0.0
+        is_away = bool(row.silence()) or row.state_name == "stopped"
+        if is_away and last > row.seq > 0 and (not replica.pid or replica.role_name == "leading"):
+            age_s = max(age_s, row.age_s)
+        return max(0, last - row.seq) if age_s else 0, age_s
+
     def write_note(self, process: str, text: str) -> None:
         """Write the note of one of NOTES; what does not fit is cut. For that process."""
         content = text.encode()[: _NOTE - 1].decode(errors="ignore").encode()

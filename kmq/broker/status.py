@@ -249,9 +249,8 @@ def _copy(page: StatsPage) -> dict[str, object] | None:
     row = page.rows[TIER]
     if not row.pid:
         return None
-    behind = max(0, page.rows["durability"].seq - row.seq) if row.oldest else 0
-    age_s = round(max(0.0, time.time() - row.oldest), 3) if row.oldest else 0.0
-    copied = {"seq": row.seq, "behind": behind, "age_s": age_s, "problem": TIER_PROBLEMS[row.standing]}
+    behind, age_s = page.tier_lacks()
+    copied = {"seq": row.seq, "behind": behind, "age_s": round(age_s, 3), "problem": TIER_PROBLEMS[row.standing]}
     return copied | {"objects": row.rows, "bytes": row.row_bytes, "behind_bytes": row.behind_bytes}
 
 

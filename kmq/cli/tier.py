@@ -21,7 +21,7 @@ from kmq.tier import objects
 from kmq.tier.cache import TierCache
 from kmq.tier.commits import CommitLine, CommitLog, DamagedError, TierState
 from kmq.tier.store import MissingError, Store, open_store
-from kmq.tier.turn import DIRECTORY, Leadership, Nonces, claim_line, compare
+from kmq.tier.turn import DIRECTORY, Leadership, Nonces, check_is_whole, claim_line, compare
 
 tier_app = typer.Typer(
     no_args_is_help=True,
@@ -40,7 +40,7 @@ def _open() -> tuple[Settings, Store, CommitLog]:
     data = existing_data()
     store = open_store(settings.tier)
     commits = CommitLog(store, identity.lineage(data), f"{identity.read(data, 'id')}@{os.uname().nodename}")
-    commits.read()
+    check_is_whole(data, commits.read())
     return settings, store, commits
 
 
@@ -67,7 +67,9 @@ def access(settings: Settings) -> TierAccess:
             raise objects.ObjectError(str(err)) from err
 
     def logs() -> Mapping[tuple[str, int], TierFile]:
-        return CommitLog(opened()[0], identity.lineage(settings.data), "").read().logs
+        state = CommitLog(opened()[0], identity.lineage(settings.data), "").read()
+        check_is_whole(settings.data, state)
+        return state.logs
 
     return TierAccess(fetch, logs)
 
@@ -99,7 +101,7 @@ def status(as_json: _Json = False) -> None:
         "rows": len(rows := [each for log in state.logs.values() for each in log.rows]),
         "row_bytes": sum(each.nbytes for each in rows),
         "behind_bytes": row.behind_bytes if row is not None else 0,
-        "age": max(0.0, time.time() - row.oldest) if row is not None and row.oldest else 0.0,
+        "age": page.tier_lacks()[1] if page is not None else 0.0,
         "problem": words,
     }
     if as_json:

@@ -62,6 +62,7 @@ class CopyProcess:
         self._words = ""  # why nothing is copied
         page.write_note(TIER, "")
         self._seen = -1  # the copied seq for which `oldest` was found
+        self._row.seq = wal.copied_seq(settings.data)  # of the process before: the store may be away
 
     def run(self, signals: list[int]) -> None:
         """Copy until a signal has come."""

@@ -17,6 +17,7 @@ Memory      A piece and a member of an object, for each thread; some hundred byt
 
 import os
 import shutil
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -51,6 +52,8 @@ class TierCache:
         self._lineage = identity.lineage(data)
         self._sizes: dict[str, int] = {}  # by directory
         self._fetched: dict[str, tuple[float, int]] = {}  # when (monotonic), and the mtime that a use changes
+        self._coming: dict[str, int] = {}  # bytes of objects that have room and are not here yet
+        self._lock = threading.Lock()  # of room
         self.is_closed = False
         self.waits = 0  # objects that had to wait for room
         self.full_at: float | None = None  # monotonic: when an object last had no room
@@ -78,7 +81,7 @@ class TierCache:
         if os.path.exists(f"{path}/log"):
             return
         is_waiting = False
-        while not self.make_room(row.nbytes):
+        while not self._reserve(path, row.nbytes):
             if self.is_closed:
                 raise ClosedError("the gateway stops")
             self.waits += not is_waiting
@@ -99,10 +102,12 @@ class TierCache:
             if err.errno in FULL:
                 self.give_way()
             raise StoreError(f"{path}: {err.strerror}") from err
+        else:
+            self._sizes[path] = sum(entry.stat().st_size for entry in os.scandir(path))
+            self._fetched[path] = time.monotonic(), os.stat(path).st_mtime_ns
         finally:
             shutil.rmtree(making, ignore_errors=True)
-        self._sizes[path] = sum(entry.stat().st_size for entry in os.scandir(path))
-        self._fetched[path] = time.monotonic(), os.stat(path).st_mtime_ns
+            del self._coming[path]
 
     def _check_store(self) -> None:
         """Raise StoreError if the store has not even the first commit: it is another store, or it is not mounted."""
@@ -140,13 +145,21 @@ class TierCache:
         fetched = self._fetched.get(path)
         return fetched is not None and time.monotonic() - fetched[0] < _UNREAD_S and not self.was_read(path)
 
+    def _reserve(self, path: str, nbytes: int) -> bool:
+        with self._lock:  # another thread that looks at the same time would find the same room
+            if has_room := self.make_room(nbytes):
+                self._coming[path] = nbytes
+            return has_room
+
     def make_room(self, nbytes: int) -> bool:
         """Remove the least recently used objects until so many bytes fit. Return False if readers have to read first."""
         waited_for = [path for path in [*self._sizes] if self._is_waited_for(path)]
-        if waited_for and sum(self._sizes.get(path, 0) for path in waited_for) + nbytes > self._most // 2:
+        coming = sum(self._coming.values())
+        wanted = coming + sum(self._sizes.get(path, 0) for path in waited_for)
+        if wanted and wanted + nbytes > self._most // 2:
             return False
         for path in sorted({*self._sizes} - {*waited_for}, key=_used_at):
-            if self.nbytes + nbytes <= self._most:
+            if self.nbytes + coming + nbytes <= self._most:
                 break
             self.remove(path)
         return True

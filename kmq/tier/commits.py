@@ -402,11 +402,23 @@ class CommitLog:
             raise FencedError(self.state.claim or _NOBODY)
         number = before + 1
         if self.state.number == before:
+            self._check_last()
             content = TierCommit(number, self._writer, self.start or nonce, nonce, timestamp(), lines).encode()
             if self.store.create(_commit_key(self.lineage, number), content):
                 self._apply(content, number)
                 return
         raise StaleError(f"commit {number} was made meanwhile")
+
+    def _check_last(self) -> None:
+        """Raise DamagedError if the last commit is not there any more: after one that follows a hole nothing can be read."""
+        try:
+            if self.state.number:
+                store.get(self.store, _commit_key(self.lineage, self.state.number))
+        except MissingError:
+            raise DamagedError(
+                f"commit {self.state.number} is not there any more: it is another store, it is not mounted, or commits were"
+                " deleted"
+            ) from None
 
     def check_claim(self) -> None:
         """Raise FencedError unless the claim of this process is the last one."""

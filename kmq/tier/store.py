@@ -178,6 +178,7 @@ class CountedStore:
 # --- a directory -----------------------------------------------------------------------------------------------------
 
 _MAKING = ".making-"  # prefix of temporary files
+_OF_VOLUME = "lost+found/"  # root alone can list it
 
 
 class DirectoryStore:
@@ -236,14 +237,24 @@ class DirectoryStore:
         if not os.path.isdir(os.path.dirname(self.root)):
             raise StoreError(f"{os.path.dirname(self.root)}: is no directory")
         self._check()
-        for directory, inner, names in os.walk(f"{self.root}/{prefix}"):
-            under = directory.removeprefix(self.root).strip("/")
-            under = f"{under}/" if under else ""
-            inner[:] = sorted(name for name in inner if f"{under}{name}0" > after)  # "0" follows "/"
-            for name in sorted(names):
-                if not name.startswith(_MAKING) and f"{under}{name}" > after:
-                    yield f"{under}{name}"
+        yield from self._names(f"{prefix}/" if prefix else "", after)
         self._check()
+
+    def _names(self, under: str, after: str) -> Iterator[str]:
+        """Yield the keys below a directory in the order of whole keys, as a bucket does: `lineages` skips by it."""
+        try:
+            with os.scandir(f"{self.root}/{under}") as entries:
+                found = sorted(f"{under}{each.name}{'/' * each.is_dir(follow_symlinks=False)}" for each in entries)
+        except FileNotFoundError:
+            return
+        except OSError as err:  # what cannot be listed is not empty
+            raise StoreError(f"{self.root}/{under}: {err.strerror}") from err
+        for name in found:
+            if name.endswith("/"):
+                if f"{name[:-1]}0" > after and name != _OF_VOLUME:  # "0" follows "/"
+                    yield from self._names(name, after)
+            elif name > after and not name.rpartition("/")[2].startswith(_MAKING):
+                yield name
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:

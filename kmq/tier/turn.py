@@ -215,7 +215,7 @@ class Copier:
         self._epoch = leadership.check() if leadership is not None else 0
         probe(self.store, self.lineage)
         state = self.commits.read()
-        self._check_is_whole(state.number)
+        check_is_whole(self.data, state)
         nonces = Nonces(self.data)
         check_may_claim(state, nonces, leadership, self._epoch)
         compare(self.data, state.wal)
@@ -225,15 +225,6 @@ class Copier:
         self.commits.claim(claim_line(self._id, leadership, self._epoch), nonce)
         self.is_claimed = True
         self._log.info("tier_claimed", commit=state.number, copied_seq=self.copied)
-
-    def _check_is_whole(self, number: int) -> None:
-        """Raise DamagedError if the store has fewer commits than it had: it is another store, or some were deleted."""
-        cursor = (_content(f"{self.data}/{DIRECTORY}/cursor") or b"").split()
-        if len(cursor) == 2 and cursor[1].decode("ascii", "replace") == self.lineage and int(cursor[0]) > number:
-            raise DamagedError(
-                f"the store has {number} commits of this broker, and had {int(cursor[0])}: it is another store, or some were"
-                " deleted"
-            )
 
     # --- a turn ------------------------------------------------------------------------------------------------------
 
@@ -263,7 +254,7 @@ class Copier:
     def _follow(self) -> None:
         """Read the commits that are new, lay out the rows in force, and note how far the WAL is there."""
         if not self._is_read:
-            self._check_is_whole(self.commits.read().number)
+            check_is_whole(self.data, self.commits.read())
             self._is_read = True
         self.commits.catch_up()
         self._options.progress(0)
@@ -677,6 +668,17 @@ def check_may_claim(state: TierState, nonces: Nonces, leadership: Leadership | N
 def claim_line(data_id: str, leadership: Leadership | None, epoch: int) -> CommitLine:
     """Return the claim of a pod, or of the leader of a shard."""
     return line("claim", shard=leadership.shard, epoch=epoch) if leadership is not None else line("claim", pod=data_id)
+
+
+def check_is_whole(data: str, state: TierState) -> None:
+    """Raise DamagedError if the store has fewer commits than it had: it is another store, or some were deleted."""
+    cursor = (_content(f"{data}/{DIRECTORY}/cursor") or b"").split()
+    is_ours = len(cursor) == 2 and cursor[1].decode("ascii", "replace") == identity.lineage(data)
+    if is_ours and int(cursor[0]) > state.number:
+        raise DamagedError(
+            f"the store has {state.number} commits of this broker, and had {int(cursor[0])}: it is another store, it is not"
+            " mounted, or some were deleted"
+        )
 
 
 def compare(data: str, rows: list[CommitLine]) -> None:

@@ -76,6 +76,11 @@ def test_names_come_in_order_and_after_a_key(url):
         place.create(key, b"")
     assert list(place.names(f"{LINEAGE}/list")) == keys
     assert list(place.names(f"{LINEAGE}/list", keys[9])) == keys[10:]
+    mixed = sorted(f"{LINEAGE}/mixed/{name}" for name in ("a", "a.b", "a0/b", "a0.c/d", "b/c/d", "b-c", "z"))
+    for key in mixed:
+        place.create(key, b"")
+    assert list(place.names(f"{LINEAGE}/mixed")) == mixed
+    assert list(place.names(f"{LINEAGE}/mixed", mixed[3])) == mixed[4:]
 
 
 def test_commits_are_read_by_another_process_and_its_lineage_is_found(url):

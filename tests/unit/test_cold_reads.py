@@ -595,6 +595,31 @@ def test_damage_of_an_object_is_said_with_topic_and_offsets_until_it_can_be_read
     run(cold.data, scenario, f"file://{cold.broker.store.root}", has_settings=True)
 
 
+def test_damage_that_was_mended_or_whose_topic_is_gone_is_said_no_more(cold):
+    first, second = rows.of(cold.broker.directory()).rows[:2]
+    paths = [f"{cold.broker.store.root}/{cold.broker.copier.lineage}/{row.key}" for row in (first, second)]
+    for path in paths:
+        os.rename(path, f"{path}-away")
+
+    async def scenario(settings, fetching):
+        page = StatsPage(settings.instance, open_data(cold.data), cold.data)
+        partition, row = fetching.partitions.open("t", 0), page.rows["gateway"]
+        for each in (first, second):
+            with pytest.raises(RequestRefused):
+                await fetching.run(partition.read, each.base, 1)
+        fetching.cold.publish(page)
+        assert row.tier_damaged == 2 and page.note_of("gateway").startswith(f"offsets {second.base} to ")
+        os.rename(f"{paths[1]}-away", paths[1])
+        await fetching.run(partition.read, second.base, 1)
+        fetching.cold.publish(page)
+        assert row.tier_damaged == 1 and page.note_of("gateway").startswith(f"offsets {first.base} to ")
+        os.rename(cold.broker.directory(), f"{cold.data}/gone")
+        fetching.cold.publish(page)
+        assert row.tier_damaged == 0 and page.note_of("gateway") == ""
+
+    run(cold.data, scenario, f"file://{cold.broker.store.root}", has_settings=True)
+
+
 def test_readers_who_wait_for_room_are_counted_from_the_first(cold, monkeypatch):
     monkeypatch.setattr(cold_module, "_FULL_S", 1e9)
     directory, found = cold.broker.directory(), rows.of(cold.broker.directory()).rows

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import kmq
 from kmq.broker import status
-from kmq.broker.stats import STATES, TIER_PROBLEMS, StatsPage
+from kmq.broker.stats import ROLES, STATES, TIER_PROBLEMS, StatsPage
 from kmq.cli import status as shown_status
 from kmq.config import terminal
 from kmq.config.settings import STAGES, load
@@ -100,6 +100,22 @@ def test_the_document_says_when_who_what_waits_and_what_is_wrong(page):
         "section": "docs/operations.md#dead",
     }
     assert finding in found["reasons"] and found["warnings"] == []
+
+
+def test_what_comes_while_the_process_of_the_copy_is_silent_or_has_ended_is_behind(page):
+    for name in (*STAGES, "tier"):
+        begin(page.rows[name], "ready")
+    row, page.rows["durability"].seq = page.rows["tier"], 5000
+    row.seq, row.heartbeat = 3000, time.monotonic_ns() - 90 * 10**9
+    copy = status.as_json(status.collect(load()))["copy"]
+    assert copy["behind"] == 2000 and 80 < copy["age_s"] < 300
+    row.heartbeat = time.monotonic_ns()
+    assert status.as_json(status.collect(load()))["copy"]["behind"] == 0  # it will say so itself
+    row.end(0)
+    assert status.as_json(status.collect(load()))["copy"]["behind"] == 2000
+    page.rows["replica"].begin(0)
+    page.rows["replica"].role = ROLES.index("following")
+    assert status.as_json(status.collect(load()))["copy"]["behind"] == 0  # the leader makes the copy
 
 
 def test_how_far_the_copy_is_behind_is_said_in_the_table_and_in_the_document(page, monkeypatch):

@@ -48,7 +48,7 @@ def test_names_are_in_order_and_begin_after_a_key(place):
     for key in ("a/2", "a/1", "b/1", "c"):
         place.create(key, b"")
     assert list(place.names("a")) == ["a/1", "a/2"] and list(place.names("a", "a/1")) == ["a/2"]
-    assert list(place.names("", "a0")) == ["c", "b/1"] and list(place.names("nothing")) == []
+    assert list(place.names("", "a0")) == ["b/1", "c"] and list(place.names("nothing")) == []
 
 
 def test_a_kill_between_two_calls_leaves_nothing_that_is_listed(place, monkeypatch):

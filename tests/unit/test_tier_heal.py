@@ -449,6 +449,27 @@ def test_a_repair_of_an_older_state_takes_no_row_of_what_came_later(made, tmp_pa
     made.stop()
 
 
+def test_a_store_without_the_commits_of_before_says_nothing_of_rows(made, tmp_path):
+    before = made.rows()
+    damage_tier(made)
+    os.rename(made.store.root, tmp_path / "away")
+    os.mkdir(made.store.root)  # the volume is not mounted
+    assert "it is another store" in heal(made)["topics/t/0/tier"].what
+    os.rmdir(made.store.root)
+    os.rename(tmp_path / "away", made.store.root)
+    heal(made)
+    assert made.rows() == before and made.read() == b"".join(made.sent)
+
+
+@pytest.mark.parametrize("command", ["verify", "ls", "status", "claim --yes"])
+def test_a_command_says_that_the_store_is_another_one(made, monkeypatch, command, tmp_path):
+    monkeypatch.setenv("KMQ_DATA", made.data)
+    monkeypatch.setenv("KMQ_TIER", f"file://{tmp_path}/empty")
+    run = CliRunner().invoke(app, ["tier", *command.split()])
+    assert isinstance(run.exception, DamagedError) and "it is another store" in str(run.exception)
+    assert not os.path.exists(tmp_path / "empty")
+
+
 @pytest.mark.parametrize("loss", ["damaged", "lost"])
 def test_while_the_rows_are_not_known_no_record_of_the_wal_is_given_up(made, loss):
     path = segment.listing(f"{made.data}/append")[1][1]

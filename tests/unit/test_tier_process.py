@@ -115,6 +115,19 @@ def test_a_store_that_is_away_is_waited_for(alone):
     until(lambda: "event=tier_store_back" in alone.log() and not alone.row().failing_since, "it says so", alone.log)
 
 
+def test_a_start_while_the_store_is_away_knows_what_was_copied(alone):
+    alone.start()
+    until(alone.is_copied, "all is copied", alone.log)
+    until(lambda: wal.copied_seq(alone.data) == 200, "it is noted", alone.log)
+    alone.end()
+    alone.store.rename(alone.path / "away")
+    alone.store.write_text("a file in the place of the directory")
+    alone.start()
+    until(lambda: "event=tier_store_away" in alone.log(), "it says so", alone.log)
+    until(lambda: alone.row().create_failed, "a second look at what is behind", alone.log)
+    assert (alone.row().seq, alone.row().oldest) == (200, 0)
+
+
 def test_where_another_broker_has_the_claim_it_stays_and_writes_nothing_until_it_is_told(alone):
     alone.start()
     until(alone.is_copied, "all is copied", alone.log)

@@ -11,6 +11,7 @@ from made_data import LETTERS, ORDERS, append, write_data
 from made_up import no_room
 from tier_stores import LyingStore
 
+from kmq.cli.restore import restore_if_empty
 from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError, DataExistsError, KmqError
 from kmq.log import checkpoint, identity, reader, wal
@@ -20,6 +21,7 @@ from kmq.router.queues import Queues
 from kmq.tier import restore as restore_module
 from kmq.tier.commits import FencedError
 from kmq.tier.restore import Restore, check_target, find_source, settle
+from kmq.tier.store import StoreError
 from kmq.tier.turn import Copier, TurnOptions
 
 LINES = [b"orders.k%d|0|%d|%s" % (n % 5, n, b"x" * 200) for n in range(1, 301)]
@@ -143,6 +145,21 @@ def test_only_an_empty_directory_is_restored_into(data, place, tmp_path):
         restored(place, data)
     (tmp_path / "empty/lost+found").mkdir(parents=True)
     restored(place, tmp_path / "empty")
+
+
+@pytest.mark.parametrize("name", ["zz", "0", "lost+found/zz", "g/commits/1", "é"])
+def test_what_else_lies_in_the_directory_hides_no_copy(data, place, tmp_path, name):
+    copy(data, place)
+    place.create(name, b"x")
+    with pytest.raises(CorruptError, match="kmq restore --yes"):
+        restore_if_empty(load({"KMQ_DATA": str(tmp_path / "new")}, "none.toml"), f"file://{place.root}")
+    assert not os.path.exists(tmp_path / "new/id")
+
+
+def test_a_store_that_cannot_be_listed_is_not_taken_for_an_empty_one(place):
+    Path(place.root).write_text("a file in the place of the directory")
+    with pytest.raises(StoreError, match="Not a directory"):
+        find_source(place, "", "restore@here")
 
 
 def test_of_several_lineages_one_has_to_be_chosen(data, place, tmp_path):

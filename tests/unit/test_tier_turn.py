@@ -274,6 +274,26 @@ def test_another_store_in_the_place_of_the_one_that_had_the_commits_is_damage(da
         copier(data, LyingStore(str(tmp_path / "empty"))).turn()
 
 
+def test_a_store_that_is_another_one_since_the_last_turn_gets_no_commit(place, tmp_path):
+    """A volume that is not mounted any more: its directory is there, and empty."""
+    data = str(tmp_path / "data")
+    made, process = write_data(data, LINES[:100], closed=False), copier(data, place)
+    process.turn()
+    number = state(place, data).number
+    append(made, LINES[100:200])
+    os.rename(place.root, tmp_path / "away")
+    os.mkdir(place.root)
+    with pytest.raises(DamagedError, match=f"commit {number} is not there any more: it is another store"):
+        process.turn()
+    assert not [key for key in place.names("") if "/commits/" in key]
+    shutil.rmtree(place.root)
+    os.rename(tmp_path / "away", place.root)
+    copier(data, place).turn()
+    assert wal_of(place, data) == local_wal(data) and state(place, data).wal_end == 201
+    made[0].close()
+    made[1].close()
+
+
 def test_a_damaged_block_of_the_wal_is_not_copied(data, place):
     path = next(Path(data, "append").glob("*.log"))
     text = path.read_bytes()

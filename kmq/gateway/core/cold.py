@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from kmq.errors import ConfigError, KmqError
 from kmq.gateway.core.broker import RequestRefused
 from kmq.log import rows, segment
 from kmq.log.damage import EXAMINE_COPY, DamageError
-from kmq.log.rows import NotHereError
+from kmq.log.rows import NotHereError, TierRow
 from kmq.logfmt import Logger
 
 if TYPE_CHECKING:  # a gateway without cold reads does not load the tier
@@ -90,8 +91,8 @@ class ColdReads:
         self._store: CountedStore | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self.fetched = self.waits = 0  # for the metrics
-        self._damaged: set[str] = set()  # paths of objects that were missing or altered
-        self._note = ""  # of the last of them
+        self._damaged: dict[str, tuple[NotHereError, str]] = {}  # objects that were missing or altered, by path; why
+        self._note = ""  # of the last of them, on the page
 
     @property
     def nbytes(self) -> int:
@@ -116,9 +117,19 @@ class ColdReads:
         full_at = self._cache.full_at if self._cache is not None else None
         is_full = full_at is not None and time.monotonic() - full_at < _FULL_S
         row.cache_full_since = (row.cache_full_since or now) if is_full else 0
-        if row.tier_damaged != len(self._damaged):
-            page.write_note("gateway", self._note)
-            row.tier_damaged = len(self._damaged)
+        self._forget_damage()
+        note = next((why for _, why in reversed(self._damaged.values())), "")
+        if (row.tier_damaged, self._note) != (len(self._damaged), note):
+            page.write_note("gateway", note)
+            row.tier_damaged, self._note = len(self._damaged), note
+
+    def _forget_damage(self) -> None:
+        """Forget objects that nobody needs any more: retention has dropped them, or the disk has their records again."""
+        cold_rows = cache(_cold_rows)
+        for path, (err, _) in [*self._damaged.items()]:
+            with suppress(DamageError, OSError):
+                if err.row not in cold_rows(err.directory, err.life):
+                    del self._damaged[path]
 
     @property
     def waiting(self) -> int:
@@ -216,7 +227,7 @@ class ColdReads:
             self.fetched += 1
             found.failure = ""
             self._objects.pop(found.path, None)
-            self._damaged.discard(found.path)
+            self._damaged.pop(found.path, None)
             self._ahead[found.path] = found, time.monotonic()
             found.event.set()
         elif isinstance(err, MissingError) or (isinstance(err, ObjectError) and found.is_in_doubt):
@@ -230,9 +241,9 @@ class ColdReads:
 
     def _note_damage(self, found: ColdObject, err: Exception) -> None:
         row, (log, _) = found.err.row, rows.label_of(found.err.directory)
+        self._damaged.pop(found.path, None)
         if len(self._damaged) < _MOST_DAMAGED:
-            self._damaged.add(found.path)
-        self._note = f"offsets {row.base} to {row.next - 1} of {log}: {err}"
+            self._damaged[found.path] = found.err, f"offsets {row.base} to {row.next - 1} of {log}: {err}"
         if self._log is not None:
             names = {"topic": log.rpartition("/")[0], "first_offset": row.base, "last_offset": row.next - 1}
             self._log.error("tier_object_damaged", **names, reason=err, effect="these records cannot be read")
@@ -280,15 +291,17 @@ class ColdReads:
 
     def _want_next(self, err: NotHereError) -> None:
         try:
-            listed = segment.listing(err.directory)
-            found = rows.of(err.directory)
+            after = [row for row in _cold_rows(err.directory, err.life) if row.base >= err.row.next]
         except (DamageError, OSError):
             return
-        after = [row for row in found.cold(listed[0][0]) if row.base >= err.row.next] if listed else []
-        if after and found.life == err.life:
-            following = NotHereError(err.directory, err.life, after[0])
-            if not os.path.exists(rows.cached_path(err.directory, err.life, after[0])):
-                self.want(following, is_ahead=True)
+        if after and not os.path.exists(rows.cached_path(err.directory, err.life, after[0])):
+            self.want(NotHereError(err.directory, err.life, after[0]), is_ahead=True)
+
+
+def _cold_rows(directory: str, life: int) -> list[TierRow]:
+    """Return the rows whose records lie in KMQ_TIER alone; none if the topic has another life, or is gone."""
+    listed, found = segment.listing(directory), rows.of(directory)
+    return found.cold(listed[0][0]) if listed and found.life == life else []
 
 
 def refusal(found: ColdObject) -> RequestRefused:

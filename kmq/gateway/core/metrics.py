@@ -103,8 +103,7 @@ def _replica_role(scrape: "Scrape") -> Samples:
 
 
 def _tier_age(scrape: "Scrape") -> Samples:
-    row = scrape.page.rows[TIER]
-    return [((), max(0.0, time.time() - row.oldest) if row.oldest else 0.0)] if row.pid else []
+    return [((), scrape.page.tier_lacks()[1])] if scrape.page.rows[TIER].pid else []
 
 
 def _tier_behind(scrape: "Scrape") -> Samples:
