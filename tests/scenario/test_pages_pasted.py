@@ -33,6 +33,7 @@ MARKED = {
         "a broker of its own": 2,
         "needs a bucket": 1,
         "needs a broker with a copy": 1,
+        "needs a topic with old records in the store": 1,
         "needs a broker with a copy that is gone": 1,
         "needs a shard whose disks are gone; tests/contract/test_shard_copy.py runs it": 1,
     },
