@@ -70,11 +70,16 @@ def test_a_minute_later_the_copy_has_every_line_and_status_says_so(broker, tmp_p
 
 
 def test_a_broker_whose_store_is_away_takes_messages_and_copies_them_later(broker, tmp_path):
+    broker.up()
+    until(lambda: "event=tier_claimed" in broker.log(), "it has the claim", broker.log)
+    broker.down()
+    (tmp_path / "store").rename(tmp_path / "away")
     (tmp_path / "store").write_text("a file in the place of the directory")
     broker.up()
     assert broker.kmq("produce", "orders", text="1\n2\n3\n").returncode == 0
     until(lambda: "event=tier_store_away" in broker.log(), "it says that the store is away", broker.log)
     (tmp_path / "store").unlink()
+    (tmp_path / "away").rename(tmp_path / "store")
     until(lambda: is_whole(broker, tmp_path / "store"), "the copy is whole", broker.log)
     until(lambda: "event=tier_store_back" in broker.log(), "it says so", broker.log)
 
