@@ -322,7 +322,9 @@ def test_a_slow_disk_leaves_the_isr_and_is_named_until_it_is_quick_again(brokers
         assert float(delay) > 1
         flag.unlink()
         until(lambda: is_quick() is not None and {*brokers.register().isr} == {*ids.values()}, "the whole ISR")
-    until(lambda: "follower_slow" not in [each["code"] for each in brokers.status("a")["warnings"]], "no warning is left")
+    until(
+        lambda: "follower_slow" not in [each["code"] for each in brokers.status("a")["warnings"]], "no warning is left"
+    )
 
 
 def test_a_shard_whose_volumes_were_all_restored_from_one_backup_says_what_to_type(brokers):
