@@ -15,6 +15,7 @@ from lanes import pytest_runtestloop  # noqa: F401 - a hook
 from sampling import pytest_collection_modifyitems, pytest_report_header  # noqa: F401 - hooks
 
 from kmq.errors import ConfigError
+from kmq.log import index, segment_reader
 from kmq.spark.sessions import find_java
 
 if TYPE_CHECKING:
@@ -130,3 +131,12 @@ def new_broker(tmp_path: Path) -> Iterator[Callable[..., Broker]]:
 def broker(new_broker: Callable[..., Broker]) -> Broker:
     """One broker, not yet up."""
     return new_broker()
+
+
+@pytest.fixture(scope="module")
+def small_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Small blocks of an index, so that a small log has many: 1 KiB, or what the test file names `BLOCK_BYTES`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (index, segment_reader):
+            patch.setattr(module, "BLOCK_BYTES", getattr(request.module, "BLOCK_BYTES", 1024))
+        yield

@@ -30,8 +30,6 @@ from kmq.repair.directory import At, DataDirectory
 from kmq.repair.rewriting import Rewriter
 from kmq.repair.scan import Records, Scan
 
-_NEVER = 1 << 62
-
 
 class TierAccess(NamedTuple):
     """What a repair needs of KMQ_TIER.
@@ -78,7 +76,7 @@ class TierObjects:
         """Return the offset at which the rows of a partition end; 0 without any. It is not known: after every offset."""
         found = self.file(at)
         if found is None:
-            return _NEVER
+            return identity.NEVER
         return found.rows[-1].next if found.rows else 0
 
     def records(self, at: At, begin: int, end: int) -> Records:
@@ -124,21 +122,21 @@ class TierObjects:
             for at in wrong:
                 if self.file(at) is None:
                     rewriter.leave(rows.path_of(directory_of(self._data, *at)), str(err))
-                elif self._others_have_rows() and not at[0].startswith(gaps.INTERNAL):
+                elif self._may_have_rows() and not at[0].startswith(gaps.INTERNAL):
                     self._unsure[at] = str(err)
             return
         table, is_forked = topics.table(self._data), bool(gaps.forks(self._data))
         states = DataDirectory(self._data).load_checkpoint()[1]
         for at in wrong:
             directory, path = directory_of(self._data, *at), rows.path_of(directory_of(self._data, *at))
-            none = rows.empty(index.lineage_of(self._data), f"{at[0]}/{at[1]}", table[at[0].encode()].from_seq)
-            found = logs.get((none.log, none.life))
+            blank = rows.empty(index.lineage_of(self._data), f"{at[0]}/{at[1]}", table[at[0].encode()].from_seq)
+            found = logs.get((blank.log, blank.life))
             if found is None and is_forked:
                 if self.file(at) is None:
                     rewriter.leave(path, "the commits since the fork do not say which rows it had before")
             elif found is not None or self.file(at) is None or not segment.listing(directory):
-                made = (found or none).up_to(states[at].end_offset if at in states else _NEVER)
-                made.head = none.head
+                made = (found or blank).up_to(states[at].end_offset if at in states else identity.NEVER)
+                made.head = blank.head
                 replace_file(path, made.text())
                 rewriter.report(path, "written again, as the commits in KMQ_TIER have it")
 
@@ -150,7 +148,8 @@ class TierObjects:
         segments = segment.listing(directory)
         return not segments or segments[0][0] > 0
 
-    def _others_have_rows(self) -> bool:
+    def _may_have_rows(self) -> bool:
+        """Return False if no partition has ever had rows: the first one raises `format`."""
         version = identity.version(self._data)
         return version is not None and version[0] >= identity.FORKED
 
@@ -164,4 +163,4 @@ def _between_good(scans: Sequence[Scan]) -> Iterator[tuple[int, int]]:
                 yield last + 1, block.first_seq - 1
             last, is_whole = block.last_seq, True
         is_whole = is_whole and block.is_good
-    yield last + 1, _NEVER
+    yield last + 1, identity.NEVER

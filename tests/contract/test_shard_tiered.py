@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from test_shard import BROKERS
-from test_shard_copy import Copied
+from test_shard_copy import MESSAGES, Copied, lines
 from waiting import until
 
 from kmq.log import identity, reader, rows, segment
@@ -18,7 +18,7 @@ from kmq.tier.cache import TierCache
 from kmq.tier.commits import CommitLog
 from kmq.tier.store import open_store
 
-MESSAGES, PARTITIONS = 20_000, 2
+PARTITIONS = 2
 SEGMENTS = dict(zip(BROKERS, ("256 KiB", "300 KiB", "200 KiB"), strict=True))  # their borders differ
 OPTIONS = ("--partitions", str(PARTITIONS), "--set", "tier=on", "--set", "local_retention_bytes=1MiB")
 
@@ -100,10 +100,6 @@ def shard(consul, tmp_path):
     made = Tiered(consul.address, tmp_path)
     yield made
     made.close()
-
-
-def lines():
-    return "".join(f"orders.k{n % 7}|0|{n}|{'x' * 300} {n}\n" for n in range(1, MESSAGES + 1))
 
 
 @pytest.mark.sampled(0.5)

@@ -22,14 +22,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 STEPS, WALKS, MUTANT_WALKS = 50, 4, 30
 SEGMENT = 1024
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    from kmq.log import index, segment_reader
-
-    for module in (index, segment_reader):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 256)
+BLOCK_BYTES = 256  # of the index, see small_blocks
 
 
 class ShardWalk:

@@ -9,7 +9,6 @@ from intake_wire import Wire
 from received_ends import close_all
 
 from kmq.links import layout, ring
-from kmq.log import index, segment_reader
 
 _numbers = itertools.count()
 
@@ -56,12 +55,3 @@ def _no_way_is_left():
     """No ring `received` outlives its test."""
     yield
     close_all()
-
-
-@pytest.fixture(scope="module")
-def small_blocks(request):
-    """Small blocks of an index, so that a small log has many: 1 KiB, or what the test file names `BLOCK_BYTES`."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (index, segment_reader):
-            patch.setattr(module, "BLOCK_BYTES", getattr(request.module, "BLOCK_BYTES", 1024))
-        yield
