@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from consuls import free_ports
 from s3_proxy import LyingProxy
 from waiting import until
 
@@ -27,9 +28,7 @@ def s3(server: str, path: Path) -> Iterator[str]:
     """Run an S3 server with an empty bucket, and yield its URL. The environment says where it is."""
     path.mkdir(parents=True, exist_ok=True)
     log = path / "log"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     commands = {
         "moto": ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         "localbucket": ["-m", "localbucket", "--port", str(port), str(path / "buckets")],

@@ -46,6 +46,14 @@ def shard(consul, tmp_path):
         made.close()
 
 
+def create(admin, topic, partitions):
+    """Make a topic; a broker that has just become the leader may say that it is declared, and not in force yet."""
+    with suppress(KafkaException):
+        admin.create_topics([NewTopic(topic, partitions, replication_factor=3)])[topic].result(PATIENCE_S)
+    found = lambda: admin.list_topics(timeout=PATIENCE_S).topics.get(topic)  # noqa: E731
+    until(lambda: found() and found().error is None and len(found().partitions) == partitions, f"topic {topic}")
+
+
 def delivered(producer, topic, values):
     """Produce these values one by one to partition 0; value → offset of those that were delivered."""
     offsets = {}
@@ -65,8 +73,7 @@ def test_clients_are_told_all_brokers_and_who_leads(shard):
     leader = shard.leader()
     follower = next(name for name in BROKERS if name != leader)
     admin = AdminClient(shard.bootstrap(follower))
-    made = admin.create_topics([NewTopic("t", 2, replication_factor=3)])
-    made["t"].result(PATIENCE_S)
+    create(admin, "t", 2)
     with pytest.raises(Exception, match="must be 3"):
         admin.create_topics([NewTopic("u", 1, replication_factor=2)])["u"].result(PATIENCE_S)
 
@@ -221,7 +228,7 @@ def test_transactions_go_on_at_the_next_leader(shard):
 def test_a_resign_and_a_killed_leader_are_no_rebalance(shard, protocol):
     """Two members keep their ids, partitions and generation, and their commits go through at the next leader."""
     admin = AdminClient(shard.bootstrap())
-    admin.create_topics([NewTopic("t", 4, replication_factor=3)])["t"].result(PATIENCE_S)
+    create(admin, "t", 4)
     producer = Producer(shard.bootstrap())
     for number in range(40):
         producer.produce("t", b"%d" % number, partition=number % 4)

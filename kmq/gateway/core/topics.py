@@ -201,11 +201,16 @@ class TopicAdmin:
     # --- changing ----------------------------------------------------------------------------------------------------
 
     async def create(
-        self, name: str, partitions: int, options: Mapping[str, Value], partitioner: str | None = None
+        self,
+        name: str,
+        partitions: int,
+        options: Mapping[str, Value],
+        partitioner: str | None = None,
+        patience_s: float = _ADOPT_S,
     ) -> tuple[TopicState, bool]:
         """Declare a topic and wait until it is in force. Returns it, and True unless an equal one existed.
 
-        `partitioner`: None takes the default, and whatever an existing topic has.
+        `partitioner`: None takes the default, and whatever an existing topic has. `patience_s`: longest wait.
         """
         limits = {limit: text for limit, text in limits_of(options).items() if text}
         if not record.is_topic(name):
@@ -221,7 +226,7 @@ class TopicAdmin:
         async with self._creating:
             is_made = await asyncio.to_thread(self._declare, name, partitions, limits, partitioner)
         if is_made:
-            is_in_force = await self._wait(lambda: topics.load(self._data, name)[1] is not None)
+            is_in_force = await self._wait(lambda: topics.load(self._data, name)[1] is not None, patience_s)
             if is_in_force:  # otherwise a message that was sent before has created it
                 chosen = partitioner or topics.DEFAULT_PARTITIONER
                 await asyncio.to_thread(self._refuse_other, name, partitions, limits, chosen)

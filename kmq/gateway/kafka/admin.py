@@ -116,7 +116,7 @@ class AdminHandler(ApiHandler):
     # --- topics ------------------------------------------------------------------------------------------------------
 
     async def _create_topics(self, call: Call) -> Fields:
-        nodes = self._nodes(call.connection)
+        nodes, patience_s = self._nodes(call.connection), _patience_s(call)
 
         async def create(topic: Any) -> None:
             partitions, replicas = topic.num_partitions, topic.replication_factor
@@ -140,7 +140,7 @@ class AdminHandler(ApiHandler):
             options = options_of({row.name: row.value for row in topic.configs}, self._fixed(nodes))
             if call.body.validate_only:
                 return
-            made, is_new = await self._topics.create(topic.name, partitions, options)
+            made, is_new = await self._topics.create(topic.name, partitions, options, patience_s=patience_s)
             if not is_new:
                 raise KafkaRefused(ErrorCode.topic_already_exists, f"topic {topic.name!r}: exists")
             if made.from_seq is None:
@@ -153,7 +153,7 @@ class AdminHandler(ApiHandler):
         return {"responses": await _each(call, names, lambda name: {"name": name}, self._topics.delete)}
 
     async def _delete_records(self, call: Call) -> Fields:
-        patience_s = max(_LEAST_PATIENCE_S, min(_MOST_PATIENCE_S, wire.milliseconds(call.body.timeout) / 1000))
+        patience_s = _patience_s(call)
 
         async def delete(topic: Any) -> Fields:
             rows, starts = [], dict[int, int]()
@@ -414,6 +414,11 @@ class AdminHandler(ApiHandler):
             if (not wanted or _state_of(txn) in wanted) and (not pids or txn.pid in pids)
         ]
         return {"unknown_state_filters": unknown, "transaction_states": rows}
+
+
+def _patience_s(call: Call) -> float:
+    """Return how long a change waits for the router."""
+    return max(_LEAST_PATIENCE_S, min(_MOST_PATIENCE_S, wire.milliseconds(call.body.timeout) / 1000))
 
 
 def _name_of(topic: Any) -> dict[str, Any]:
