@@ -345,7 +345,7 @@ def test_a_broker_elsewhere_is_shown_by_what_its_gateway_knows(broker, gateway, 
     gateway.status = 503
     screen.until("answered 503", "orders")
     gateway.status = 200
-    screen.until("orders", absent=("503",))
+    screen.until("orders", absent=("answered 503",))
     screen.type("q")
     assert screen.ended() == 0
 
