@@ -79,7 +79,8 @@ class Verifier:
             sealed = number + 1 < len(segments)
             try:
                 scan = scan_segment(first, path, log.by_seq, sealed, self._progress, self._ring_bytes)
-            except FileNotFoundError:  # retention has just deleted it
+            except FileNotFoundError:  # retention has just deleted it, so the next one follows nothing
+                last_seq, next_offset = 0, None
                 continue
             if scan.misplaced:
                 yield scan, [Finding.of_file(self._directory.relative(path), scan.misplaced)]

@@ -98,6 +98,27 @@ def test_a_whole_directory_has_no_findings(original):
     assert heal.repair(original) == []
 
 
+@pytest.mark.parametrize("log", ["append", "test"])
+def test_segments_that_retention_deletes_meanwhile_are_no_damage(original, tmp_path, monkeypatch, log):
+    """The first is read, then it and the next one are deleted."""
+    data, directory = str(tmp_path / "data"), log if log == "append" else f"topics/{log}/0"
+    shutil.copytree(original, data, symlinks=True)
+    first, second, third, *_ = sorted(pathlib.Path(data, directory).glob("*.log"))
+    read = scan.scan_segment
+
+    def meanwhile(*given):
+        found = read(*given)
+        if given[1] == str(first):
+            for path in (first, second):
+                path.unlink()
+                path.with_suffix(".idx").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(verify, "scan_segment", meanwhile)
+    assert third.exists() and [*verify.Verifier(data, is_live=True).findings([log])] == []
+    assert not second.exists()
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_damage_anywhere_is_found_and_healed(original, tmp_path, seed):
