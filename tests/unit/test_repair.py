@@ -30,14 +30,17 @@ SEEDS = [*range(24), *(pytest.param(seed, marks=pytest.mark.soak) for seed in ra
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
+    return written(str(tmp_path_factory.mktemp("original")), LIMITS)
+
+
+def written(data, limits):
     """A directory as a broker leaves it: topics, partitions, many segments, a clean stop."""
-    data = str(tmp_path_factory.mktemp("original"))
     identity.open_data(data)
     topics.declare(data, "jobs", 3)
     topics.declare(data, "a.b", 2)
     rng = random.Random(1)
     lines = [b"%b|%d|%d|%b" % (rng.choice(KEYS), n, n, b"x" * rng.randrange(90)) for n in range(900)]
-    wal, queues = Wal(data, no_room, 1 << 20, LIMITS), Queues(data, no_room, FakeLogger(), LIMITS)
+    wal, queues = Wal(data, no_room, 1 << 20, limits), Queues(data, no_room, FakeLogger(), limits)
     queues.recover(0)
     for at in range(0, len(lines), 7):
         made = block(lines[at : at + 7], at + 1)
@@ -99,10 +102,9 @@ def test_a_whole_directory_has_no_findings(original):
 
 
 @pytest.mark.parametrize("log", ["append", "test"])
-def test_segments_that_retention_deletes_meanwhile_are_no_damage(original, tmp_path, monkeypatch, log):
+def test_segments_that_retention_deletes_meanwhile_are_no_damage(tmp_path, monkeypatch, log):
     """The first is read, then it and the next one are deleted."""
-    data, directory = str(tmp_path / "data"), log if log == "append" else f"topics/{log}/0"
-    shutil.copytree(original, data, symlinks=True)
+    data, directory = written(str(tmp_path / "data"), Limits(2_000)), log if log == "append" else f"topics/{log}/0"
     first, second, third, *_ = sorted(pathlib.Path(data, directory).glob("*.log"))
     read = scan.scan_segment
 
